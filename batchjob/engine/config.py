@@ -1,0 +1,77 @@
+"""What the engine is told (`EngineConfig`), what a runner found out (`Capacity`), and the seams between the two.
+
+Everything here is plain data and protocols; it imports no torch, so that a job with the fake runner never does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from batchjob.core.plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Resolved settings of one engine. None means "the runner decides from the device and its memory"."""
+
+    max_model_len: int  # most tokens of prompt plus output; a cap, never a reservation
+    max_num_seqs: int | None = None  # most sequences in one step
+    max_num_batched_tokens: int | None = None  # most tokens computed in one step
+    block_size: int = 16  # tokens per KV block
+    kv_cache_bytes: int | None = None  # memory for keys and values of all layers
+    prefix_caching: bool = True  # share KV blocks between rows whose prompts start alike
+    dtype: str = "float32"  # of weights, activations and KV: "float32" | "bfloat16" | "float16"
+    device: str = "cpu"  # "cpu" | "cuda" | "cuda:N"
+    eos_token_ids: tuple[int, ...] = ()  # end tokens of generation_config, config and tokenizer together
+    num_threads: int | None = None  # of the CPU; None leaves torch's choice
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What a runner can hold, found after the model is loaded. Sizes the scheduler; never written back to a spec."""
+
+    num_blocks: int  # usable KV blocks; a block that the runner keeps for itself is not counted
+    block_size: int  # tokens per block
+    max_num_seqs: int  # rows of the runner's slot tables: 0 <= Sequence.slot < max_num_seqs
+    max_num_batched_tokens: int
+    vocab_size: int  # width of the logits
+    description: str  # one line for the header: device, dtype, KV memory
+
+
+class Handle(Protocol):
+    """One step that has been started."""
+
+    def tokens(self) -> list[int]:
+        """Waits for the step and returns one new token id per slice of `plan.sampled`, in that order."""
+        ...
+
+
+class Runner(Protocol):
+    """Computes steps. Knows nothing of queues, text or files.
+
+    Sequences keep their `slot` from admission until they finish or are preempted, so that a runner may keep state
+    per slot; a slot's state is stale when another sequence (by identity) or a lower `num_computed` appears in it.
+    """
+
+    def capacity(self) -> Capacity:
+        """Constant for the life of the runner."""
+        ...
+
+    def execute(self, plan: StepPlan) -> Handle:
+        """Starts one step. The plan's sequences do not change until the handle's `tokens()` has returned."""
+        ...
+
+    def close(self) -> None:
+        """Frees memory, threads and processes. May be called twice."""
+        ...
+
+
+class Detokenizer(Protocol):
+    """Token ids to text. Special tokens are left out; nothing is stripped or cleaned up.
+
+    Incomplete UTF-8 at the end of `ids` must decode to U+FFFD (what every byte-level and byte-fallback decoder does).
+    """
+
+    def decode(self, ids: list[int]) -> str: ...
