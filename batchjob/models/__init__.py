@@ -1,0 +1,10 @@
+"""Where a model comes from and what its files say: a hub id, a local directory or a `.gguf` file becomes a `ModelInfo`.
+
+Only files are read here: no torch, no Transformers, and never code from a model repository.
+"""
+
+from batchjob.models.info import ModelInfo
+from batchjob.models.resolve import resolve_model
+from batchjob.models.sampling_defaults import ignored_generation_settings, sampling_defaults
+
+__all__ = ["ModelInfo", "ignored_generation_settings", "resolve_model", "sampling_defaults"]
