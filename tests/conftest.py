@@ -86,8 +86,9 @@ def _make_tiny_llama(directory: Path) -> Path:
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=512, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=512, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     texts = [json.loads(line)["question"] for line in (ROOT / "data" / "gsm8k_64.jsonl").read_text().splitlines()]
     tokenizer.train_from_iterator(texts, trainer)
@@ -135,7 +136,11 @@ def run_cli() -> Callable[..., subprocess.CompletedProcess[str]]:
     """
 
     def run(
-        *arguments: str | Path, code: int | None = 0, env: dict[str, str] | None = None, timeout: float = 240, **more: Any
+        *arguments: str | Path,
+        code: int | None = 0,
+        env: dict[str, str] | None = None,
+        timeout: float = 240,
+        **more: Any,
     ) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             [sys.executable, "-m", "batchjob", *map(str, arguments)],
