@@ -1,0 +1,51 @@
+"""`Sequence`: one sample of one row while it waits and runs. The scheduler owns every field; the runner only reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from batchjob.records import Request
+
+
+class SequenceState(Enum):
+    WAITING = "waiting"  # in the queue: holds no slot and no blocks, num_computed is 0
+    RUNNING = "running"  # holds a slot and the KV blocks of all its tokens but, at times, the newest
+    FINISHED = "finished"  # out of the scheduler for good
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Compared and hashed by identity.
+
+    `tokens` is prompt + output and only grows. The KV of `tokens[:num_computed]` lies in `blocks`, the block table:
+    position p is in block `blocks[p // block_size]` at offset `p % block_size`. A step advances `num_computed`
+    towards `len(tokens)`; when it gets there, one more token is sampled.
+    """
+
+    request: Request = field(repr=False)
+    max_len: int  # prompt + output tokens at most; the engine ends the sequence there
+    tokens: list[int] = field(init=False, repr=False)
+    num_prompt_tokens: int = field(init=False)
+    num_computed: int = field(init=False, default=0)  # tokens whose KV is in the cache
+    blocks: list[int] = field(init=False, repr=False, default_factory=list)
+    slot: int = field(init=False, default=-1)  # the same index < max_num_seqs as long as it runs, else -1
+    state: SequenceState = field(init=False, default=SequenceState.WAITING)
+    num_preemptions: int = field(init=False, default=0)
+    # Its place in the prefix index (see blocks.py): digests of its first full blocks, as many as were needed so far;
+    # how many of its blocks are in the index; the identity of the last of these.
+    digests: list[bytes] = field(init=False, repr=False, default_factory=list)
+    num_registered: int = field(init=False, repr=False, default=0)
+    prefix_id: int = field(init=False, repr=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.token_ids)
+        self.num_prompt_tokens = len(self.tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.tokens[self.num_prompt_tokens :]
