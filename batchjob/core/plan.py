@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from batchjob.core.sequence import Sequence
@@ -35,9 +34,9 @@ class StepPlan:
     num_tokens: int  # of all slices: rows of the packed input
     sampled: list[Slice]  # those that sample, in order: `Handle.tokens()` gives one token for each
 
-    def __init__(self, slices: Iterable[Slice], num_decodes: int | None = None) -> None:
+    def __init__(self, slices: list[Slice], num_decodes: int | None = None) -> None:
         """`num_decodes` is taken on trust where the caller knows it, else counted."""
-        self.slices = slices = list(slices) if not isinstance(slices, list) else slices
+        self.slices = slices
         self.num_decodes = num_decodes = _count_decodes(slices) if num_decodes is None else num_decodes
         if num_decodes == len(slices):
             self.num_tokens = num_decodes

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from batchjob.core.blocks import BlockPool, extend_digests
+from batchjob.core.blocks import BlockPool
+from batchjob.core.chain import Chain
+from batchjob.core.pending import PendingPrefixes
 from batchjob.core.plan import Slice, StepPlan
 from batchjob.core.sequence import Sequence, SequenceState
 from batchjob.records import Request, RowError
@@ -26,9 +28,8 @@ _MAX_PARKED_PER_STEP = 64
 class Scheduler:
     """Host cost: O(1) per slice of a plan, O(blocks) once per admission; nothing grows with the queue or with lengths.
 
-    A waiting row whose next block is being computed by a running sequence is *parked*: set aside until the last block
-    that both have in common is in the index, then put back at the head of the queue, where it hits. No prefix is
-    computed twice at once.
+    No prefix is computed twice at once: a row whose next block a running sequence is about to compute is set aside (see
+    pending.py) until it can share that block, then goes back to the head of the queue.
 
     With `prefix_caching` off, rows share nothing with other rows; the samples of one row still share its prompt, and a
     preempted sequence may find its own blocks again.
@@ -60,14 +61,12 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: dict[Sequence, None] = {}  # in order of admission
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._pending: dict[bytes, Sequence] = {}  # digest of a block -> the running sequence that will compute it
-        self._parked: dict[bytes, list[Sequence]] = {}  # digest of a pending block -> rows that wait for it
-        self._num_parked = 0
+        self._pending = PendingPrefixes()
         self._stuck: tuple[Sequence, int] | None = None  # head of the queue and the free blocks it lacked
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + self._num_parked
+        return len(self._waiting) + self._pending.num_parked
 
     @property
     def num_running(self) -> int:
@@ -93,9 +92,7 @@ class Scheduler:
             )
         max_tokens = request.params.max_tokens
         max_len = self.max_model_len if max_tokens is None else min(num_tokens + max_tokens, self.max_model_len)
-        seq = Sequence(request, max_len)
-        seq.prefix_id = self._root(seq)
-        self._waiting.append(seq)
+        self._waiting.append(Sequence(request, max_len))
         return None
 
     def schedule(self) -> StepPlan | None:
@@ -134,11 +131,8 @@ class Scheduler:
         for seq, start, stop in plan.slices[plan.num_decodes :]:
             seq.num_computed = stop
             self.num_prompt_tokens_computed += max(0, min(stop, seq.num_prompt_tokens) - start)
-            num_full = min(stop // self.pool.block_size, len(seq.digests))
-            if num_full > seq.num_registered:
-                first = seq.num_registered
-                self._register(seq, num_full)
-                self._settle(seq, first, num_full)
+            if seq.chain is not None:
+                self._publish(seq, seq.chain, stop // self.pool.block_size)
 
     def finish(self, seq: Sequence) -> None:
         """Takes a running sequence out, wherever it stands. Not between `schedule` and the `commit` of its plan."""
@@ -147,14 +141,11 @@ class Scheduler:
 
     def drop_waiting(self) -> list[Sequence]:
         """Takes out and returns everything that does not run: rows never started and preempted ones."""
-        dropped = list(self._waiting)
-        for parked in self._parked.values():
-            dropped += parked
+        dropped = [*self._waiting, *self._pending.drain()]
         for seq in dropped:
             seq.state = SequenceState.FINISHED
         self._waiting.clear()
-        self._parked.clear()
-        self._num_parked = 0
+        self._stuck = None
         return dropped
 
     # -- running
@@ -178,19 +169,18 @@ class Scheduler:
         self.num_preemptions += 1
         self.num_recomputed_tokens += seq.num_computed
         num_full = seq.num_computed // self.pool.block_size
-        self._extend_digests(seq, num_full)
-        self._register(seq, num_full)
+        self.pool.register(self._chain(seq, num_full), seq.blocks, num_full)
         self._release(seq)
         seq.num_preemptions += 1
         seq.num_computed = 0
-        seq.num_registered = 0
-        seq.prefix_id = self._root(seq)
         seq.state = SequenceState.WAITING
         self._waiting.appendleft(seq)
 
     def _release(self, seq: Sequence) -> None:
         del self._running[seq]
-        self._settle(seq, seq.num_registered, len(seq.digests))
+        if seq.chain is not None:
+            self._settle(seq, seq.chain.digests[seq.chain.num_registered :])
+            seq.chain.detach()
         self.pool.free(seq.blocks)
         seq.blocks = []
         self._free_slots.append(seq.slot)
@@ -229,17 +219,15 @@ class Scheduler:
         self.pool.share(hits)
         seq.blocks = hits + self.pool.allocate(num_new)
         seq.num_computed = num_cached = len(hits) * self.pool.block_size
-        seq.num_registered = len(hits)
-        if hits:
-            seq.prefix_id = self.pool.identity(hits[-1])
         self.num_cached_tokens += num_cached
         if seq.num_preemptions:
             self.num_recomputed_tokens -= num_cached
         seq.slot = self._free_slots.pop()
         seq.state = SequenceState.RUNNING
         self._running[seq] = None
-        for digest in seq.digests[len(hits) :]:
-            self._pending.setdefault(digest, seq)
+        if seq.chain is not None:
+            self.pool.adopt(seq.chain, hits)
+            self._pending.announce(seq, seq.chain.digests[len(hits) :])
 
     def _prefill(self, seq: Sequence, slices: list[Slice], budget: int) -> int:
         """As many of its tokens as the budget allows. Returns what is left of the budget."""
@@ -250,56 +238,72 @@ class Scheduler:
         return budget - (stop - start)
 
     def _num_reserved(self) -> int:
-        """Free blocks that an admission leaves to the running sequences, so that it does not bring on a preemption."""
-        return (len(self._running) + 3) // 4
+        """Free blocks that an admission leaves alone: one for each running sequence.
+
+        Measured in simulation against none: up to 3 % more steps, but 3 to 10 times fewer tokens computed again.
+        """
+        return len(self._running)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pool.block_size)
 
     # -- prefixes
 
-    def _root(self, seq: Sequence) -> int:
-        """Where its chain of digests starts: at one root for all, or without prefix caching at a root of its row."""
-        return 0 if self.prefix_caching else ~seq.request.row_index
-
-    def _extend_digests(self, seq: Sequence, num_blocks: int) -> None:
-        extend_digests(
-            seq.digests, seq.tokens, num_blocks, block_size=self.pool.block_size, root=self._root(seq)
-        )
+    def _chain(self, seq: Sequence, num_blocks: int) -> Chain:
+        """Its chain, up to `num_blocks`. One root for all rows, or without prefix caching one for each row."""
+        if seq.chain is None:
+            seq.chain = Chain(0 if self.prefix_caching else ~seq.request.row_index)
+        seq.chain.extend(seq.tokens, num_blocks, self.pool.block_size)
+        return seq.chain
 
     def _match(self, seq: Sequence) -> list[int]:
+        """Blocks that it can share. Never the last token's: that one has to be computed for its logits, and a shared
+        block is never written to, so a prompt that ends with a block computes that block again in one of its own.
+        """
         if not (self.prefix_caching or seq.num_preemptions or seq.request.params.n > 1):
             return []
-        self._extend_digests(seq, len(seq.tokens) // self.pool.block_size)
-        return self.pool.match(seq.digests, seq.tokens, root=self._root(seq))
-
-    def _register(self, seq: Sequence, num_full: int) -> None:
-        """Puts its computed blocks up to `num_full` into the index."""
-        seq.prefix_id = self.pool.register(
-            seq.blocks, seq.digests, seq.tokens, first=seq.num_registered, last=num_full, parent=seq.prefix_id
-        )
-        seq.num_registered = num_full
+        block_size = self.pool.block_size
+        chain = self._chain(seq, len(seq.tokens) // block_size)
+        return self.pool.match(chain, (len(seq.tokens) - 1) // block_size)
 
     def _park(self, seq: Sequence, num_hits: int) -> bool:
         """Sets the head of the queue aside if its next block is being computed by a running sequence."""
-        last = None
-        num_sharable = (len(seq.tokens) - 1) // self.pool.block_size  # see BlockPool.match
-        for digest in seq.digests[num_hits:num_sharable]:
-            if digest not in self._pending:
-                break
-            last = digest
-        if last is None:
+        if seq.chain is None:
             return False
-        self._parked.setdefault(last, []).append(self._waiting.popleft())
-        self._num_parked += 1
+        num_sharable = (len(seq.tokens) - 1) // self.pool.block_size
+        digest = self._pending.last_common(seq.chain.digests[num_hits:num_sharable])
+        if digest is None:
+            return False
+        self._pending.park(self._waiting.popleft(), digest)
         return True
 
-    def _settle(self, seq: Sequence, first: int, last: int) -> None:
-        """Its blocks `first:last` are no longer pending; rows parked for them go back to the head, in order."""
-        woken: list[Sequence] = []
-        for digest in seq.digests[first:last]:
-            if self._pending.get(digest) is seq:
-                del self._pending[digest]
-                woken += self._parked.pop(digest, ())
-        self._num_parked -= len(woken)
-        self._waiting.extendleft(reversed(woken))
+    def _publish(self, seq: Sequence, chain: Chain, num_full: int) -> None:
+        """Its blocks up to `num_full` are computed: those it was admitted with enter the index."""
+        first = chain.num_registered
+        last = min(num_full, len(chain.digests))
+        if last > first:
+            self.pool.register(chain, seq.blocks, last)
+            self._settle(seq, chain.digests[first:last])
+
+    def _settle(self, seq: Sequence, digests: list[bytes]) -> None:
+        """These of its blocks are no longer pending; rows parked for them go back to the head, in order."""
+        self._waiting.extendleft(reversed(self._pending.settle(seq, digests)))
+
+    def check(self) -> None:
+        """Asserts the invariants, between any two calls. For tests."""
+        block_size = self.pool.block_size
+        running, waiting = self._running, list(self._waiting)
+        open_blocks = [block for seq in running for block in seq.blocks[seq.num_computed // block_size :]]
+        self.pool.check([seq.blocks for seq in running], writable=open_blocks)
+        self._pending.check(running)
+        slots = [seq.slot for seq in running]
+        assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs))
+        assert len(running) <= self.max_num_batched_tokens
+        for seq in running:
+            assert seq.state is SequenceState.RUNNING
+            assert seq.num_computed < len(seq.tokens) <= seq.max_len
+            assert self._num_blocks(seq.num_computed) <= len(seq.blocks) <= self._num_blocks(len(seq.tokens))
+        for seq in waiting:
+            assert seq.state is SequenceState.WAITING
+            assert (seq.slot, seq.blocks, seq.num_computed) == (-1, [], 0)
+            assert self._num_blocks(len(seq.tokens)) <= self.pool.num_blocks

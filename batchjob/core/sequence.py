@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from batchjob.core.chain import Chain
 from batchjob.records import Request
 
 
@@ -32,11 +33,7 @@ class Sequence:
     slot: int = field(init=False, default=-1)  # the same index < max_num_seqs as long as it runs, else -1
     state: SequenceState = field(init=False, default=SequenceState.WAITING)
     num_preemptions: int = field(init=False, default=0)
-    # Its place in the prefix index (see blocks.py): digests of its first full blocks, as many as were needed so far;
-    # how many of its blocks are in the index; the identity of the last of these.
-    digests: list[bytes] = field(init=False, repr=False, default_factory=list)
-    num_registered: int = field(init=False, repr=False, default=0)
-    prefix_id: int = field(init=False, repr=False, default=0)
+    chain: Chain | None = field(init=False, repr=False, default=None)  # only where blocks may be found again
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.token_ids)
