@@ -13,10 +13,10 @@ demo: $(VENV)/.demo
 	$(BIN)/python jobs/demo.py
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/pytest
 
 test-long: $(VENV)/.test
-	$(BIN)/python -m pytest -m long --timeout 3600
+	$(BIN)/pytest -m long --timeout 3600
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

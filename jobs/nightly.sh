@@ -1,0 +1,20 @@
+#!/bin/bash
+# Submits tonight's job and its merge to SLURM. From cron:
+#   0 1 * * *  cd /path/to/project && jobs/nightly.sh JOB.toml INPUT_DIRECTORY RESULTS_DIRECTORY
+# A night that did not finish is simply submitted again with the same date: jobs/nightly.sh ... 2026-01-31
+set -euo pipefail
+JOB=${1:?usage: jobs/nightly.sh JOB.toml INPUT_DIRECTORY RESULTS_DIRECTORY [DATE]}
+INPUT=${2:?no INPUT_DIRECTORY given}
+RESULTS=${3:?no RESULTS_DIRECTORY given}
+DATE=${4:-$(date +%F)}
+OUTPUT=$RESULTS/$DATE.out
+HERE=$(dirname "${BASH_SOURCE[0]}")
+mkdir -p logs "$RESULTS"
+
+# Before any node is asked for: is the input readable, are the columns there, do the prompts fit?
+# It also fetches the model into the cache that the tasks then use offline.
+batchjob validate "$JOB" --input "$INPUT/$DATE" --output "$OUTPUT"
+
+ARRAY=$(sbatch --parsable "$HERE/array.sbatch" "$JOB" "$OUTPUT" --input "$INPUT/$DATE")
+# afterany, not afterok: one failed task would make afterok wait for ever. The merge checks for missing rows itself.
+sbatch --parsable --dependency="afterany:${ARRAY%%;*}" "$HERE/merge.sbatch" "$OUTPUT" "$RESULTS/$DATE.parquet"
