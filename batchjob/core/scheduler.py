@@ -60,6 +60,7 @@ class Scheduler:
 
         self._waiting: deque[Sequence] = deque()
         self._running: dict[Sequence, None] = {}  # in order of admission
+        self._num_growing = 0  # running sequences that may yet need another block
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._pending = PendingPrefixes()
         self._stuck: tuple[Sequence, int] | None = None  # head of the queue and the free blocks it lacked
@@ -162,6 +163,7 @@ class Scheduler:
             if latest is seq:
                 return False
         seq.blocks += self.pool.allocate(1)
+        self._num_growing -= not self._may_grow(seq)
         return True
 
     def _preempt(self, seq: Sequence) -> None:
@@ -178,6 +180,7 @@ class Scheduler:
 
     def _release(self, seq: Sequence) -> None:
         del self._running[seq]
+        self._num_growing -= self._may_grow(seq)
         if seq.chain is not None:
             self._settle(seq, seq.chain.digests[seq.chain.num_registered :])
             seq.chain.detach()
@@ -193,13 +196,16 @@ class Scheduler:
 
         A row gets the blocks of all its tokens at once, so a started prefill never waits for blocks. The row at the
         head is never passed over for want of blocks: large rows do not starve.
+
+        One free block is left for each running sequence that may grow. Measured in simulation against none: up to 3 %
+        more steps, but 3 to 10 times fewer tokens computed again after preemptions.
         """
         waiting = self._waiting
         num_parked = 0
         while budget and waiting and self._free_slots and num_parked < _MAX_PARKED_PER_STEP:
             seq = waiting[0]
-            num_reserved = self._num_reserved()
-            if self._stuck and self._stuck[0] is seq and self._stuck[1] + num_reserved > self.pool.num_free:
+            num_usable = self.pool.num_free - self._num_growing
+            if self._stuck and self._stuck[0] is seq and self._stuck[1] > num_usable:
                 return
             hits = self._match(seq)
             if self._park(seq, len(hits)):
@@ -207,7 +213,7 @@ class Scheduler:
                 continue
             num_new = self._num_blocks(len(seq.tokens)) - len(hits)
             num_taken = num_new + self.pool.num_unreferenced(hits)
-            if num_taken + num_reserved > self.pool.num_free:
+            if num_taken > num_usable:
                 self._stuck = seq, num_taken
                 return
             waiting.popleft()
@@ -225,6 +231,7 @@ class Scheduler:
         seq.slot = self._free_slots.pop()
         seq.state = SequenceState.RUNNING
         self._running[seq] = None
+        self._num_growing += self._may_grow(seq)
         if seq.chain is not None:
             self.pool.adopt(seq.chain, hits)
             self._pending.announce(seq, seq.chain.digests[len(hits) :])
@@ -237,12 +244,8 @@ class Scheduler:
             slices.append(Slice(seq, start, stop))
         return budget - (stop - start)
 
-    def _num_reserved(self) -> int:
-        """Free blocks that an admission leaves alone: one for each running sequence.
-
-        Measured in simulation against none: up to 3 % more steps, but 3 to 10 times fewer tokens computed again.
-        """
-        return len(self._running)
+    def _may_grow(self, seq: Sequence) -> bool:
+        return len(seq.blocks) * self.pool.block_size < seq.max_len - 1  # the last token's KV is never needed
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pool.block_size)
@@ -299,6 +302,7 @@ class Scheduler:
         slots = [seq.slot for seq in running]
         assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs))
         assert len(running) <= self.max_num_batched_tokens
+        assert self._num_growing == sum(self._may_grow(seq) for seq in running)
         for seq in running:
             assert seq.state is SequenceState.RUNNING
             assert seq.num_computed < len(seq.tokens) <= seq.max_len

@@ -1,0 +1,139 @@
+"""A model whose KV cache shows what the scheduler did with it, and shorthands to make requests and run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from batchjob.core import BlockPool, Scheduler, Sequence, StepPlan
+from batchjob.records import Request
+from batchjob.sampling import SamplingParams
+
+_params: dict[tuple[int | None, int], SamplingParams] = {}
+
+
+def _make_request(row_index: int, token_ids: Iterable[int], max_tokens: int | None = 4, sample: int = 0, n: int = 1):
+    params = _params.setdefault((max_tokens, n), SamplingParams(max_tokens=max_tokens, n=n))
+    return Request(row_index, sample, list(token_ids), params, stream=row_index * 1000 + sample)
+
+
+class PrefixModel:
+    """Where a real cache holds the keys and values of a token, this one holds a number that stands for all tokens up
+    to it: what they depend on. Each step checks that every block a sequence reads holds that sequence's own prefix.
+
+    The next token is a function of stream and prefix, so a wrong read, a lost token or a wrong order shows.
+    """
+
+    def __init__(self, block_size: int, vocab_size: int = 7) -> None:
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.cells: dict[int, int] = {}  # block * block_size + offset -> prefix
+        self.num_tokens = 0
+        self._prefixes: dict[Sequence, list[int]] = {}
+
+    def execute(self, plan: StepPlan) -> list[int]:
+        seqs = [piece.seq for piece in plan.slices]
+        assert len(set(seqs)) == len(seqs)
+        slots = [seq.slot for seq in seqs]
+        assert len(set(slots)) == len(slots)
+        written: set[int] = set()
+        for seq, start, stop in plan.slices:
+            assert start == seq.num_computed < stop <= len(seq.tokens)
+            prefixes = self._prefixes.setdefault(seq, [])
+            extend_prefixes(prefixes, seq.tokens)
+            for position in range(start, stop):
+                cell = self._cell(seq, position)
+                assert cell not in written
+                written.add(cell)
+                self.cells[cell] = prefixes[position]
+        for seq, _, stop in plan.slices:
+            for position in {*range(self.block_size - 1, stop, self.block_size), stop - 1}:
+                assert self.cells[self._cell(seq, position)] == self._prefixes[seq][position]
+        assert plan.num_tokens == len(written)
+        self.num_tokens += plan.num_tokens
+        return [self.sample(piece.seq.request, self._prefixes[piece.seq][piece.stop - 1]) for piece in plan.sampled]
+
+    def sample(self, request: Request, prefix: int) -> int:
+        return hash((request.stream, prefix)) % self.vocab_size
+
+    def answer(self, request: Request, num_tokens: int) -> list[int]:
+        """What the model says to a request alone, without any cache."""
+        tokens, prefixes = list(request.token_ids), []
+        for _ in range(num_tokens):
+            extend_prefixes(prefixes, tokens)
+            tokens.append(self.sample(request, prefixes[-1]))
+        return tokens[len(request.token_ids) :]
+
+    def _cell(self, seq: Sequence, position: int) -> int:
+        return seq.blocks[position // self.block_size] * self.block_size + position % self.block_size
+
+
+def extend_prefixes(prefixes: list[int], tokens: list[int]) -> None:
+    for position in range(len(prefixes), len(tokens)):
+        prefixes.append(hash((prefixes[-1] if prefixes else 0, tokens[position])))
+
+
+class Runner:
+    """A scheduler, its pool and a model, stepped together; sequences end at `max_len`. `check()` after every call."""
+
+    def __init__(self, num_blocks: int = 64, block_size: int = 4, *, checked: bool = True, **settings: Any) -> None:
+        limits = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 10_000}
+        self.pool = BlockPool(num_blocks, block_size)
+        self.scheduler = Scheduler(self.pool, **{**limits, **settings})
+        self.model = PrefixModel(block_size)
+        self.outputs: dict[tuple[int, int], list[int]] = {}
+        self.overgrown: list[Sequence] = []
+        self.num_steps = 0
+        self._check = self.scheduler.check if checked else lambda: None
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            assert self.scheduler.add(request) is None
+            self._check()
+
+    def step(self) -> list[tuple[int, int, int]] | None:
+        """One step, as (row, start, stop) of each slice; None when there was nothing to do."""
+        plan = self.scheduler.schedule()
+        self._check()
+        self.overgrown += self.scheduler.overgrown
+        if plan is None:
+            return None
+        assert 0 < plan.num_tokens <= self.scheduler.max_num_batched_tokens
+        self.num_steps += 1
+        summary = [(seq.request.row_index, start, stop) for seq, start, stop in plan.slices]
+        self.scheduler.commit(plan, self.model.execute(plan))
+        self._check()
+        for piece in plan.sampled:
+            seq = piece.seq
+            if len(seq.tokens) == seq.max_len:
+                self.scheduler.finish(seq)
+                self._check()
+                key = seq.request.row_index, seq.request.sample_index
+                assert key not in self.outputs
+                self.outputs[key] = seq.output_token_ids
+        return summary
+
+    def run(self) -> Runner:
+        while self.step() is not None:
+            pass
+        assert self.scheduler.num_waiting == self.scheduler.num_running == 0
+        assert self.pool.num_free == self.pool.num_blocks
+        return self
+
+
+@pytest.fixture(scope="session")
+def make_request() -> Callable[..., Request]:
+    """`make_request(row_index, token_ids, max_tokens=4, sample=0, n=1)`"""
+    return _make_request
+
+
+@pytest.fixture(scope="session")
+def make_runner() -> type[Runner]:
+    return Runner
+
+
+@pytest.fixture(scope="session")
+def make_model() -> type[PrefixModel]:
+    return PrefixModel

@@ -1,0 +1,195 @@
+"""The catch-up rule under each of its budgets, one example per rule. Rows end at `max_len`."""
+
+import pytest
+
+from batchjob.core import BlockPool, Scheduler, SequenceState
+
+
+def test_nothing_to_do_is_none(make_runner):
+    runner = make_runner()
+    assert runner.step() is None
+
+
+def test_a_row_is_prefilled_then_decoded_token_by_token(make_runner, make_request):
+    runner = make_runner()
+    runner.add(make_request(0, range(6), max_tokens=3))
+    assert runner.step() == [(0, 0, 6)]
+    assert runner.step() == [(0, 6, 7)]
+    assert runner.step() == [(0, 7, 8)]
+    assert runner.step() is None
+    assert runner.outputs == {(0, 0): runner.model.answer(make_request(0, range(6)), 3)}
+
+
+def test_the_kv_of_the_last_token_is_never_computed(make_runner, make_request):
+    runner = make_runner(num_blocks=2, block_size=4)  # room for 8 tokens
+    runner.add(make_request(0, range(6), max_tokens=3))  # 9 tokens in the end
+    runner.run()
+    assert len(runner.outputs[0, 0]) == 3
+    assert runner.model.num_tokens == 8
+
+
+def test_a_long_prompt_is_computed_in_parts_and_samples_once(make_runner, make_request):
+    runner = make_runner(max_num_batched_tokens=4)
+    runner.add(make_request(0, range(10), max_tokens=1))
+    assert [runner.step() for _ in range(3)] == [[(0, 0, 4)], [(0, 4, 8)], [(0, 8, 10)]]
+    assert runner.step() is None
+    assert runner.outputs[0, 0] == runner.model.answer(make_request(0, range(10)), 1)
+
+
+def test_decodes_come_first_then_started_prefills_then_new_rows(make_runner, make_request):
+    runner = make_runner(max_num_batched_tokens=8)
+    runner.add(make_request(0, range(2)), make_request(1, range(100, 112)), make_request(2, range(200, 203)))
+    assert runner.step() == [(0, 0, 2), (1, 0, 6)]
+    assert runner.step() == [(0, 2, 3), (1, 6, 12), (2, 0, 1)]
+    assert runner.step() == [(0, 3, 4), (1, 12, 13), (2, 1, 3)]
+
+
+def test_a_decode_never_lacks_a_token_of_the_budget(make_runner, make_request):
+    runner = make_runner(max_num_batched_tokens=3)
+    runner.add(*(make_request(row, [row], max_tokens=5) for row in range(9)))
+    assert runner.step() == [(0, 0, 1), (1, 0, 1), (2, 0, 1)]
+    assert runner.step() == [(0, 1, 2), (1, 1, 2), (2, 1, 2)]
+    runner.run()
+    assert len(runner.outputs) == 9
+
+
+def test_no_more_than_max_num_seqs_run(make_runner, make_request):
+    runner = make_runner(max_num_seqs=2)
+    runner.add(*(make_request(row, [row] * 3, max_tokens=2) for row in range(3)))
+    assert runner.step() == [(0, 0, 3), (1, 0, 3)]
+    assert runner.scheduler.num_running == 2
+    assert runner.scheduler.num_waiting == 1
+    assert runner.step() == [(0, 3, 4), (1, 3, 4)]
+    assert runner.step() == [(2, 0, 3)]
+
+
+def test_slot_and_blocks_of_a_finished_row_are_used_in_the_next_step(make_runner, make_request):
+    runner = make_runner(num_blocks=2, block_size=4, max_num_seqs=1)
+    runner.add(make_request(0, range(7), max_tokens=1), make_request(1, range(7, 14), max_tokens=1))
+    assert runner.step() == [(0, 0, 7)]
+    assert runner.step() == [(1, 0, 7)]
+
+
+def test_a_slot_stays_the_same_as_long_as_a_row_runs(make_request):
+    scheduler = Scheduler(BlockPool(64, 4), max_num_seqs=4, max_num_batched_tokens=64, max_model_len=100)
+    for row in range(6):
+        scheduler.add(make_request(row, [row] * 3, max_tokens=2 + row))
+    slots: dict[int, set[int]] = {}
+    while (plan := scheduler.schedule()) is not None:
+        for seq, _, _ in plan.slices:
+            assert 0 <= seq.slot < 4
+            slots.setdefault(seq.request.row_index, set()).add(seq.slot)
+        scheduler.commit(plan, [1] * len(plan.sampled))
+        for piece in plan.sampled:
+            if len(piece.seq.tokens) == piece.seq.max_len:
+                scheduler.finish(piece.seq)
+                assert piece.seq.slot == -1
+                assert piece.seq.state is SequenceState.FINISHED
+    assert all(len(used) == 1 for used in slots.values())
+    assert slots.keys() == set(range(6))
+
+
+def test_the_output_ends_where_the_context_does(make_runner, make_request):
+    runner = make_runner(max_model_len=32)
+    runner.add(*(make_request(length, range(length), max_tokens=4) for length in (8, 28, 29, 31)))
+    runner.add(make_request(30, range(30), max_tokens=None))
+    runner.run()
+    assert {row: len(tokens) for (row, _), tokens in runner.outputs.items()} == {8: 4, 28: 4, 29: 3, 30: 2, 31: 1}
+
+
+@pytest.mark.parametrize("length", [32, 33, 40])
+def test_a_prompt_that_leaves_no_room_for_output_is_a_row_error(make_runner, make_request, length):
+    runner = make_runner(max_model_len=32)
+    error = runner.scheduler.add(make_request(0, range(length)))
+    assert error.type == "prompt_too_long"
+    assert f"{length} tokens" in error.message
+    assert "max_model_len is 32" in error.message
+    assert runner.step() is None
+
+
+def test_a_prompt_larger_than_the_whole_cache_is_a_row_error(make_runner, make_request):
+    runner = make_runner(num_blocks=12, block_size=16, max_model_len=512, max_num_batched_tokens=512)
+    error = runner.scheduler.add(make_request(0, range(193)))
+    assert error.type == "kv_cache_too_small"
+    assert "193 tokens needs 13 KV blocks of 16 tokens" in error.message
+    assert "the whole cache has 12 (192 tokens)" in error.message
+    runner.add(make_request(1, range(192), max_tokens=1))
+    runner.run()
+    assert len(runner.outputs[1, 0]) == 1
+
+
+def test_a_prompt_without_tokens_is_a_row_error(make_runner, make_request):
+    assert make_runner().scheduler.add(make_request(0, [])).type == "invalid_prompt"
+
+
+def test_a_row_at_the_head_is_not_passed_over_for_want_of_blocks(make_runner, make_request):
+    runner = make_runner(num_blocks=8, block_size=4)
+    runner.add(make_request(0, range(16), max_tokens=3))  # 4 blocks, later 5
+    runner.add(make_request(1, range(100, 120), max_tokens=3))  # 5 blocks: has to wait
+    runner.add(make_request(2, range(200, 202), max_tokens=3))  # would fit, but stands behind
+    order = [row for _ in range(12) for row, start, _ in runner.step() or [] if start == 0]
+    assert order == [0, 1, 2]
+
+
+def test_admission_leaves_a_block_to_each_row_that_may_grow(make_runner, make_request):
+    runner = make_runner(num_blocks=6, block_size=4)
+    runner.add(*(make_request(row, [row] * 4, max_tokens=4) for row in range(4)))
+    assert runner.step() == [(0, 0, 4), (1, 0, 4), (2, 0, 4)]  # 3 blocks taken, 3 left to 3 rows
+    runner.run()
+    assert runner.scheduler.num_preemptions == 0
+
+
+def test_rows_that_cannot_grow_may_fill_the_cache(make_runner, make_request):
+    runner = make_runner(num_blocks=4, block_size=4)
+    runner.add(*(make_request(row, [row] * 4, max_tokens=1) for row in range(4)))
+    assert runner.step() == [(0, 0, 4), (1, 0, 4), (2, 0, 4), (3, 0, 4)]
+
+
+def test_a_plan_that_was_never_run_can_be_dropped(make_runner, make_request):
+    runner = make_runner(max_num_batched_tokens=8)
+    runner.add(*(make_request(row, [row] * 6, max_tokens=3) for row in range(4)))
+    runner.step()
+    for _ in range(3):
+        assert runner.scheduler.schedule() is not None
+        runner.scheduler.check()
+    runner.run()
+    requests = [make_request(row, [row] * 6) for row in range(4)]
+    assert runner.outputs == {(row, 0): runner.model.answer(requests[row], 3) for row in range(4)}
+
+
+def test_drop_waiting_takes_out_all_that_does_not_run(make_runner, make_request):
+    runner = make_runner(max_num_seqs=1)
+    runner.add(*(make_request(row, range(9), max_tokens=2) for row in range(3)))  # rows 1 and 2 share the prefix of 0
+    runner.step()
+    dropped = runner.scheduler.drop_waiting()
+    runner.scheduler.check()
+    assert sorted(seq.request.row_index for seq in dropped) == [1, 2]
+    assert {seq.state for seq in dropped} == {SequenceState.FINISHED}
+    runner.run()
+    assert list(runner.outputs) == [(0, 0)]
+
+
+def test_drop_waiting_includes_parked_rows(make_runner, make_request):
+    runner = make_runner(max_num_batched_tokens=4)
+    runner.add(*(make_request(row, range(40), max_tokens=2) for row in range(3)))
+    runner.step()
+    assert runner.step() == [(0, 4, 8)]
+    assert runner.scheduler.num_waiting == 2
+    assert len(runner.scheduler.drop_waiting()) == 2
+    runner.scheduler.check()
+    runner.run()
+    assert list(runner.outputs) == [(0, 0)]
+
+
+def test_commit_wants_one_token_for_each_slice_that_samples(make_request):
+    scheduler = Scheduler(BlockPool(8, 4), max_num_seqs=4, max_num_batched_tokens=64, max_model_len=100)
+    scheduler.add(make_request(0, [1, 2, 3]))
+    plan = scheduler.schedule()
+    with pytest.raises(ValueError, match="zip"):
+        scheduler.commit(plan, [])
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "max_model_len"])
+def test_a_limit_of_zero_is_refused(make_runner, name):
+    with pytest.raises(ValueError, match=name):
+        make_runner(**{name: 0})
