@@ -1,0 +1,134 @@
+"""JSON Lines: one line to one row, column types over a whole input, and values as they were written.
+
+Rules: a row is one JSON object in UTF-8. NaN and Infinity are not JSON. Of a key given twice the last value counts.
+Half of a surrogate pair, as an escape in any key or string, makes the row a row error (`invalid_encoding`); its
+carried values have U+FFFD in that place. An absent key and null are the same: null in the output.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from json.decoder import scanstring
+from typing import Any
+
+from batchjob.records import RowError
+
+MAX_COLUMNS = 4096
+
+_INT, _BIG_INT, _FLOAT, _BOOL, _STRING, _OTHER = 1, 2, 4, 8, 16, 32
+_KINDS = {_INT: "int64", _FLOAT: "double", _BOOL: "bool", _STRING: "string", 0: "string"}
+_BITS: dict[type, int] = {str: _STRING, bool: _BOOL, float: _FLOAT, int: _INT, type(None): 0}
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+_HALF_PAIR_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+_SPACE = re.compile(r"[ \t\n\r]*")
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON; write null")
+
+
+_decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+_decode = _decoder.decode
+_scan_once = _decoder.scan_once
+
+
+def parse_row(raw: bytes) -> tuple[dict[str, Any] | None, RowError | None]:
+    """The object on one line. A row with half of a surrogate pair gives both: the object, mended, and the error."""
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        return None, RowError("invalid_encoding", f"byte {error.start + 1} of the line is not UTF-8")
+    try:
+        row = _decode(text)
+    except json.JSONDecodeError as error:
+        return None, RowError("invalid_json", f"not JSON: {error.msg} at character {error.pos + 1} of the line")
+    except ValueError as error:  # a constant, or an integer of more digits than Python reads
+        return None, RowError("invalid_json", f"not readable as JSON: {error}")
+    except RecursionError:
+        return None, RowError("invalid_json", "the JSON is nested too deeply")
+    if row.__class__ is not dict:
+        kind = "a list" if isinstance(row, list) else f"a bare {type(row).__name__}"
+        return None, RowError("invalid_json", f"the line is {kind}, not a JSON object")
+    if b"\\u" in raw and _HALF_PAIR_ESCAPE.search(raw) is not None:
+        mended = _mend(row)
+        if mended != row:
+            where = next((key for key, value in row.items() if _mend({key: value}) != {key: value}), "")
+            name = _HALF_PAIR.sub("\ufffd", where)
+            return mended, RowError("invalid_encoding", f"column {name!r} holds half of a surrogate pair")
+    return row, None
+
+
+def _mend(value: Any) -> Any:
+    if isinstance(value, str):
+        return _HALF_PAIR.sub("\ufffd", value)
+    if isinstance(value, dict):
+        return {_mend(key): _mend(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_mend(item) for item in value]
+    return value
+
+
+class ColumnTypes:
+    """Collects the types of every top-level column over all rows, then names how each is stored.
+
+    One scalar type over the whole input (nulls aside) gives "int64", "double", "bool" or "string". Anything else is
+    "json": mixed types, lists, objects, integers and floats together, integers beyond int64, floats beyond double.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, int] = {}
+
+    def add(self, row: dict[str, Any]) -> None:
+        seen = self._seen
+        for key, value in row.items():
+            bits = _BITS.get(value.__class__, _OTHER)
+            if bits & (_INT | _FLOAT):
+                if bits == _INT:
+                    if not -(1 << 63) <= value < 1 << 63:
+                        bits = _BIG_INT
+                elif value - value != 0.0:  # 1e999 reads as infinity
+                    bits = _OTHER
+            try:
+                if seen[key] | bits != seen[key]:
+                    seen[key] |= bits
+            except KeyError:
+                seen[key] = bits
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def kinds(self) -> dict[str, str]:
+        """Column name to kind, in order of first appearance. A column of nulls alone is a "string"."""
+        return {key: _KINDS.get(bits, "json") for key, bits in self._seen.items()}
+
+
+def raw_values(text: str, wanted: Iterable[str]) -> dict[str, str]:
+    """The JSON text of some top-level values exactly as written: 7.0, 1e2 and long integers keep their form.
+
+    `text` must be a line that `parse_row` accepted. Null and absent values are left out.
+    """
+    names = set(wanted)
+    out: dict[str, str] = {}
+    space = _SPACE.match
+    index = space(text).end() + 1  # type: ignore[union-attr]  # the pattern always matches
+    while True:
+        index = space(text, index).end()  # type: ignore[union-attr]
+        if text[index] == "}":
+            return out
+        if text[index] == ",":
+            index = space(text, index + 1).end()  # type: ignore[union-attr]
+        key, index = scanstring(text, index + 1, True)
+        index = space(text, space(text, index).end() + 1).end()  # type: ignore[union-attr]
+        value, end = _scan_once(text, index)
+        if key in names:
+            out.pop(key, None)  # of a key given twice the last counts
+            if value is not None:
+                out[key] = text[index:end]
+        index = end
+
+
+def json_text(value: Any) -> str | None:
+    """JSON text of a value that has no line of its own to be copied from; None stays None."""
+    return None if value is None else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,116 @@
+"""Parquet: footers for planning, batches of rows from any row on, with bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchjob.errors import InputDataError
+
+_BATCH_BYTES = 8 << 20  # decoded bytes aimed at per batch
+_FOREIGN_METADATA = (b"pandas", b"huggingface", b"ARROW:schema")  # describe exactly the old set of columns
+
+
+def open_parquet(path: str) -> pq.ParquetFile:
+    """Reads the footer only. Column chunks are streamed, not loaded whole. Raises InputDataError."""
+    try:
+        return pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False, page_checksum_verification=True)
+    except (pa.ArrowException, OSError) as error:
+        raise InputDataError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def unify_schemas(schemas: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
+    """One schema for all files: columns by name in order of first appearance, missing ones filled with nulls.
+
+    A column whose type differs between files is refused (a column of type null fits any). File metadata is kept where
+    all files agree, but for pandas' and datasets' own, which describe the old set of columns.
+    """
+    fields: dict[str, tuple[str, pa.Field]] = {}
+    for path, schema in schemas:
+        if len(set(schema.names)) != len(schema.names):
+            raise InputDataError(f"{path} has two columns of one name; rename one")
+        for field in schema:
+            known = fields.get(field.name)
+            if known is None or pa.types.is_null(known[1].type):
+                fields[field.name] = (path, field.with_nullable(True))
+            elif field.type != known[1].type and not pa.types.is_null(field.type):
+                raise InputDataError(
+                    f"column {field.name!r} is {known[1].type} in {known[0]} but {field.type} in {path}; "
+                    "cast one of them, run a job for each, or leave the column out with --keep-columns"
+                )
+    first = dict(schemas[0][1].metadata or {})
+    metadata = {
+        key: value
+        for key, value in first.items()
+        if key not in _FOREIGN_METADATA and all((schema.metadata or {}).get(key) == value for _, schema in schemas)
+    }
+    return pa.schema([field for _, field in fields.values()], metadata=metadata or None)
+
+
+def iter_batches(path: str, first_row: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """Batches of the named columns from `first_row` to the end of the file.
+
+    Row groups before `first_row` are skipped through the footer; seeking inside a row group decodes its start.
+    Names that the file lacks are left out. Raises InputDataError naming the file and the row.
+    """
+    file = open_parquet(path)
+    try:
+        metadata = file.metadata
+        group, start = 0, 0
+        while group < metadata.num_row_groups and start + metadata.row_group(group).num_rows <= first_row:
+            start += metadata.row_group(group).num_rows
+            group += 1
+        groups = list(range(group, metadata.num_row_groups))
+        names = [name for name in columns if name in file.schema_arrow.names]
+        size = sum(metadata.row_group(g).total_byte_size for g in groups[:4])
+        rows = sum(metadata.row_group(g).num_rows for g in groups[:4])
+        batch_size = max(16, min(4096, _BATCH_BYTES * max(rows, 1) // max(size, 1)))
+        row = start
+        try:
+            # No column asked for: the row counts alone matter.
+            if not names:
+                for g in groups:
+                    count = metadata.row_group(g).num_rows
+                    yield from _empty_batches(count - max(0, first_row - row), batch_size)
+                    row += count
+                return
+            for batch in file.iter_batches(batch_size, row_groups=groups, columns=names, use_threads=False):
+                skip = min(max(0, first_row - row), batch.num_rows)
+                row += batch.num_rows
+                if skip < batch.num_rows:
+                    yield batch.slice(skip)
+        except (pa.ArrowException, OSError) as error:
+            raise InputDataError(f"{path} cannot be read after row {row}: {error}") from error
+    finally:
+        file.close()
+
+
+def _empty_batches(rows: int, batch_size: int) -> Iterator[pa.RecordBatch]:
+    while rows > 0:
+        count = min(rows, batch_size)
+        yield pa.RecordBatch.from_struct_array(pa.array([{}] * count, pa.struct([])))
+        rows -= count
+
+
+def column_values(batch: pa.RecordBatch, name: str) -> list[Any]:
+    """Python values of one column; text that is not UTF-8 becomes an `Undecodable`."""
+    column = batch.column(name)
+    try:
+        values: list[Any] = column.to_pylist()
+    except UnicodeDecodeError:
+        values = [_one_value(value) for value in column]
+    return values
+
+
+class Undecodable:
+    """Stands for a Parquet string that is not UTF-8."""
+
+
+def _one_value(value: pa.Scalar) -> Any:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError:
+        return Undecodable()

@@ -1,0 +1,342 @@
+"""Rows of a chunk, as `Record`s for the prompts and as an Arrow table for the output.
+
+A reader keeps a few open positions, so that chunks read one after the other never start a compressed file or a
+Parquet row group again. Memory is bounded by a block of a file and one chunk's carried columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import pyarrow as pa
+
+from batchjob.errors import InputDataError, InputMissingError
+from batchjob.io import jsonl, parquet
+from batchjob.io.inputs import check_unchanged
+from batchjob.io.streams import iter_lines
+from batchjob.plan import Chunk, InputFile, Plan, Segment
+from batchjob.records import Record, RowError
+
+MAX_ROW_BYTES = 64 << 20
+_MAX_POSITIONS = 4
+_BUSY = 1 << 62  # the row of a position while somebody reads from it
+JSON_FIELD_METADATA = {b"batchjob": b"json"}
+
+_Line = tuple[int, int, bytes | RowError]
+
+
+class _Lines:
+    """An open position in a JSONL file: the row to come next is `row`."""
+
+    def __init__(self, file: InputFile, segment: Segment, max_row_bytes: int) -> None:
+        self.row = segment.first_row
+        self._lines = iter_lines(
+            file.path,
+            file.compression,
+            offset=segment.byte_offset,
+            line=segment.line,
+            max_line_bytes=max_row_bytes,
+        )
+
+    def take(self, segment: Segment) -> Iterator[_Line]:
+        skip, self.row = segment.first_row - self.row, _BUSY
+        for _ in islice(self._lines, skip):
+            pass
+        count = 0
+        try:
+            for item in islice(self._lines, segment.num_rows):
+                count += 1
+                yield item
+        finally:
+            self.row = segment.first_row + count
+
+    def close(self) -> None:
+        self._lines.close()  # type: ignore[attr-defined]  # a generator
+
+
+class _Batches:
+    """An open position in a Parquet file, for one list of columns."""
+
+    def __init__(self, file: InputFile, segment: Segment, columns: Sequence[str]) -> None:
+        self.row = segment.first_row
+        self._batches = parquet.iter_batches(file.path, segment.first_row, columns)
+        self._rest: pa.RecordBatch | None = None
+
+    def take(self, segment: Segment) -> Iterator[pa.RecordBatch]:
+        skip, left = segment.first_row - self.row, segment.num_rows
+        self.row = _BUSY
+        try:
+            while left > 0:
+                batch = self._rest if self._rest is not None else next(self._batches, None)
+                self._rest = None
+                if batch is None:
+                    return
+                if skip >= batch.num_rows:
+                    skip -= batch.num_rows
+                    continue
+                batch = batch.slice(skip)
+                skip = 0
+                if batch.num_rows > left:
+                    self._rest = batch.slice(left)
+                    batch = batch.slice(0, left)
+                left -= batch.num_rows
+                yield batch
+        finally:
+            self.row = segment.first_row + segment.num_rows - left
+
+    def close(self) -> None:
+        self._batches.close()  # type: ignore[attr-defined]  # a generator
+
+
+class InputReader:
+    """Reads chunks of a plan. Not thread-safe. `warnings` gathers files that were touched but not changed.
+
+    Raises InputMissingError where an input file is gone or no longer what was planned.
+    """
+
+    def __init__(self, plan: Plan, *, max_row_bytes: int = MAX_ROW_BYTES) -> None:
+        self._files = plan.files
+        self._kinds = dict(plan.columns)
+        self._schema = pa.ipc.read_schema(pa.py_buffer(plan.arrow_schema))
+        self._max_row_bytes = max_row_bytes
+        self._positions: dict[tuple[int, tuple[str, ...] | None, int], _Lines | _Batches] = {}
+        self._next_key = 0
+        self._touched: set[int] = set()
+        self.warnings: list[str] = []
+
+    def rows(self, chunk: Chunk, columns: Sequence[str] | None, *, skip: Container[int] = ()) -> Iterator[Record]:
+        """The chunk's rows in order, but for those whose global ordinal is in `skip`.
+
+        `fields` holds the named columns that the row has (None: all of them).
+        """
+        row_index = chunk.row_index
+        for segment in chunk.segments:
+            file = self._checked(segment)
+            make = self._jsonl_rows if file.format == "jsonl" else self._parquet_rows
+            yield from make(file, segment, row_index, columns, skip)
+            row_index += segment.num_rows
+
+    def carried(self, chunk: Chunk) -> pa.Table:
+        """The chunk's carried columns: `chunk.num_rows` rows in the plan's schema, nulls for rows that cannot be read.
+
+        A JSON column holds the value's JSON text as it was written in the file.
+        """
+        tables = []
+        for segment in chunk.segments:
+            file = self._checked(segment)
+            make = self._jsonl_carried if file.format == "jsonl" else self._parquet_carried
+            table = make(file, segment)
+            if table.num_rows != segment.num_rows:
+                raise _changed(file)
+            tables.append(table)
+        if not self._schema.names:
+            return _no_columns(chunk.num_rows, self._schema)
+        if not tables:
+            return self._schema.empty_table()
+        return pa.concat_tables(tables).replace_schema_metadata(self._schema.metadata)
+
+    def close(self) -> None:
+        for position in self._positions.values():
+            position.close()
+        self._positions.clear()
+
+    # -- positions
+
+    def _checked(self, segment: Segment) -> InputFile:
+        file = self._files[segment.file_index]
+        if segment.file_index not in self._touched:
+            warning = check_unchanged(file)
+            if warning is not None:
+                self._touched.add(segment.file_index)
+                self.warnings.append(warning)
+        return file
+
+    def _lines(self, file: InputFile, segment: Segment) -> Iterator[_Line]:
+        position = self._position(segment, None)
+        # A plain file seeks for less than it costs to read on; a compressed one cannot seek.
+        if position is None or (not file.compression and position.row != segment.first_row):
+            start = segment if not file.compression else Segment(segment.file_index, 0, 0)
+            position = self._keep(_Lines(file, start, self._max_row_bytes), segment.file_index, None)
+        assert isinstance(position, _Lines)
+        return position.take(segment)
+
+    def _batches(self, file: InputFile, segment: Segment, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        names = tuple(columns)
+        position = self._position(segment, names)
+        if position is None or segment.first_row - position.row > 100_000:
+            position = self._keep(_Batches(file, segment, names), segment.file_index, names)
+        assert isinstance(position, _Batches)
+        return position.take(segment)
+
+    def _position(self, segment: Segment, columns: tuple[str, ...] | None) -> _Lines | _Batches | None:
+        """The open position closest before the segment, if any."""
+        best = None
+        for key, position in self._positions.items():
+            if (
+                key[:2] == (segment.file_index, columns)
+                and position.row <= segment.first_row
+                and (best is None or position.row > self._positions[best].row)
+            ):
+                best = key
+        if best is None:
+            return None
+        found = self._positions.pop(best)
+        self._positions[best] = found  # most recently used last
+        return found
+
+    def _keep(
+        self, position: _Lines | _Batches, file_index: int, columns: tuple[str, ...] | None
+    ) -> _Lines | _Batches:
+        while len(self._positions) >= _MAX_POSITIONS:
+            self._positions.pop(next(iter(self._positions))).close()
+        self._next_key += 1
+        self._positions[file_index, columns, self._next_key] = position
+        return position
+
+    # -- JSONL
+
+    def _jsonl_rows(
+        self,
+        file: InputFile,
+        segment: Segment,
+        row_index: int,
+        columns: Sequence[str] | None,
+        skip: Container[int],
+    ) -> Iterator[Record]:
+        last = row_index + segment.num_rows
+        parse = jsonl.parse_row
+        for _, line, raw in self._lines(file, segment):
+            if row_index not in skip:
+                row, error = (None, raw) if isinstance(raw, RowError) else parse(raw)
+                where = f"{file.path}:{line}"
+                if error is not None:
+                    error = RowError(error.type, f"{where}: {error.message}")
+                if row is None:
+                    row = {}
+                elif columns is not None:
+                    row = {name: row[name] for name in columns if name in row}
+                yield Record(row_index, row, where, error)
+            row_index += 1
+        if row_index != last:
+            raise _changed(file)
+
+    def _jsonl_carried(self, file: InputFile, segment: Segment) -> pa.Table:
+        typed = [name for name, kind in self._kinds.items() if kind != "json"]
+        as_json = [name for name, kind in self._kinds.items() if kind == "json"]
+        values: dict[str, list[Any]] = {name: [] for name in self._kinds}
+        count = 0
+        for _, _, raw in self._lines(file, segment):
+            count += 1
+            row, error = (None, raw) if isinstance(raw, RowError) else jsonl.parse_row(raw)
+            if row is None:
+                for column in values.values():
+                    column.append(None)
+                continue
+            for name in typed:
+                values[name].append(row.get(name))
+            if as_json:
+                assert isinstance(raw, bytes)
+                if error is None:
+                    texts: dict[str, Any] = jsonl.raw_values(raw.decode(), as_json)
+                else:  # mended: there is no line to copy from
+                    texts = {name: jsonl.json_text(row.get(name)) for name in as_json}
+                for name in as_json:
+                    values[name].append(texts.get(name))
+        if not self._kinds:
+            return _no_columns(count, self._schema)
+        try:
+            arrays = [pa.array(values[field.name], field.type) for field in self._schema]
+        except (pa.ArrowException, OverflowError) as error:
+            raise _changed(file) from error
+        return pa.table(arrays, schema=self._schema)
+
+    # -- Parquet
+
+    def _parquet_rows(
+        self,
+        file: InputFile,
+        segment: Segment,
+        row_index: int,
+        columns: Sequence[str] | None,
+        skip: Container[int],
+    ) -> Iterator[Record]:
+        last = row_index + segment.num_rows
+        row = segment.first_row
+        if columns is None:
+            columns = parquet.open_parquet(file.path).schema_arrow.names
+        for batch in self._batches(file, segment, columns):
+            names = batch.schema.names
+            data = [parquet.column_values(batch, name) for name in names]
+            rows: Iterator[tuple[Any, ...]] = zip(*data, strict=True) if data else iter([()] * batch.num_rows)
+            for values in rows:
+                row += 1
+                if row_index not in skip:
+                    where = f"{file.path} row {row}"
+                    error = None
+                    if any(value.__class__ is parquet.Undecodable for value in values):
+                        bad = next(n for n, v in zip(names, values, strict=True) if isinstance(v, parquet.Undecodable))
+                        error = RowError("invalid_encoding", f"{where}: column {bad!r} is not UTF-8")
+                    yield Record(row_index, dict(zip(names, values, strict=True)), where, error)
+                row_index += 1
+        if row_index != last:
+            raise _changed(file)
+
+    def _parquet_carried(self, file: InputFile, segment: Segment) -> pa.Table:
+        batches = list(self._batches(file, segment, self._schema.names))
+        count = sum(batch.num_rows for batch in batches)
+        if not self._schema.names:
+            return _no_columns(count, self._schema)
+        columns = []
+        for field in self._schema:
+            if batches and field.name in batches[0].schema.names:
+                column = pa.chunked_array([batch.column(field.name) for batch in batches])
+                if column.type != field.type:
+                    if not pa.types.is_null(column.type):
+                        raise _changed(file)
+                    column = pa.chunked_array([pa.nulls(count, field.type)])
+            else:
+                column = pa.chunked_array([pa.nulls(count, field.type)])
+            columns.append(column)
+        return pa.table(columns, schema=self._schema)
+
+
+def _changed(file: InputFile) -> InputMissingError:
+    return InputMissingError(
+        f"input file {file.path} no longer holds the rows that were planned; put the old file back, or start a new output"
+    )
+
+
+def _no_columns(num_rows: int, schema: pa.Schema) -> pa.Table:
+    """A table with rows but without columns."""
+    batch = pa.RecordBatch.from_struct_array(pa.array([{}] * num_rows, pa.struct([])))
+    return pa.Table.from_batches([batch]).replace_schema_metadata(schema.metadata)
+
+
+def read_rows(
+    plan: Plan,
+    chunk: Chunk,
+    columns: Sequence[str] | None,
+    *,
+    skip: Container[int] = (),
+    max_row_bytes: int = MAX_ROW_BYTES,
+) -> Iterator[Record]:
+    """One chunk's rows, see `InputReader.rows`. Keep an InputReader to read several chunks."""
+    reader = InputReader(plan, max_row_bytes=max_row_bytes)
+    try:
+        yield from reader.rows(chunk, columns, skip=skip)
+    finally:
+        reader.close()
+
+
+def read_carried(plan: Plan, chunk: Chunk, *, max_row_bytes: int = MAX_ROW_BYTES) -> pa.Table:
+    """One chunk's carried columns, see `InputReader.carried`. Keep an InputReader to read several chunks."""
+    reader = InputReader(plan, max_row_bytes=max_row_bytes)
+    try:
+        return reader.carried(chunk)
+    finally:
+        reader.close()
+
+
+__all__ = ["InputDataError", "InputReader", "check_unchanged", "read_carried", "read_rows"]

@@ -1,0 +1,173 @@
+"""Bytes and physical lines of an input file, plain or compressed, with bounded memory."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from typing import IO, Protocol
+
+from batchjob.errors import StorageError
+from batchjob.records import RowError
+
+BLOCK = 1 << 20
+_BOM = b"\xef\xbb\xbf"
+_ZSTD_FEED = 1024  # compressed bytes per call: even the densest input then expands to at most 32 MiB
+
+
+class DamagedError(Exception):
+    """The compressed data ends early or does not decompress; what came before it is good."""
+
+
+class ByteSource(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+    def close(self) -> None: ...
+
+
+class _Gzip:
+    def __init__(self, path: str) -> None:
+        self._file = gzip.open(path, "rb")
+
+    def read(self, size: int, /) -> bytes:
+        try:
+            return self._file.read1(size)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise DamagedError(str(error)) from None
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Zstd:
+    """Frames one after the other. The library's own stream reader cannot tell a cut file from a whole one."""
+
+    def __init__(self, path: str) -> None:
+        import zstandard
+
+        self._error = zstandard.ZstdError
+        self._make = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
+        self._file: IO[bytes] = open(path, "rb")  # noqa: SIM115
+        self._frame = self._make()
+        self._inside = False
+        self._damage = ""
+
+    def read(self, size: int, /) -> bytes:
+        out: list[bytes] = []
+        total = 0
+        while total < size and not self._damage:
+            data = self._file.read(_ZSTD_FEED)
+            if not data:
+                if self._inside:
+                    self._damage = "the compressed data ends inside a frame"
+                break
+            while data:
+                self._inside = True
+                try:
+                    piece = self._frame.decompress(data)
+                except self._error as error:
+                    self._damage = str(error)
+                    break
+                if piece:
+                    out.append(piece)
+                    total += len(piece)
+                if not self._frame.eof:
+                    break
+                data = self._frame.unused_data
+                self._frame = self._make()
+                self._inside = False
+        if self._damage and not out:  # what is good is handed out first
+            raise DamagedError(self._damage)
+        return b"".join(out)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def open_bytes(path: str, compression: str, offset: int = 0) -> ByteSource:
+    """The decompressed bytes of a file from `offset` on. A plain file seeks; a compressed one reads and discards."""
+    if not compression:
+        file = open(path, "rb", buffering=0)  # noqa: SIM115
+        file.seek(offset)
+        return file
+    source: ByteSource = _Gzip(path) if compression == "gz" else _Zstd(path)
+    left = offset
+    while left > 0:
+        data = source.read(min(left, BLOCK))
+        if not data:
+            raise DamagedError(f"the decompressed data is shorter than {offset} bytes")
+        left -= len(data)
+        if left < 0:  # a source may return more than asked for
+            return _Pushback(data[left:], source)
+    return source
+
+
+class _Pushback:
+    def __init__(self, head: bytes, source: ByteSource) -> None:
+        self._head, self._source = head, source
+
+    def read(self, size: int, /) -> bytes:
+        if self._head:
+            head, self._head = self._head, b""
+            return head
+        return self._source.read(size)
+
+    def close(self) -> None:
+        self._source.close()
+
+
+def iter_lines(
+    path: str, compression: str, *, offset: int = 0, line: int = 1, max_line_bytes: int
+) -> Iterator[tuple[int, int, bytes | RowError]]:
+    """(byte offset, physical line number, line without its newline byte) for every line that is not blank.
+
+    Only the newline byte ends a line. A byte order mark at the start of the file is left out. A line longer than
+    `max_line_bytes` comes as a RowError and is never held in memory; a damaged end of a compressed file comes as one
+    last RowError, in place of the piece of a line before it.
+    """
+    try:
+        source = open_bytes(path, compression, offset)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+    too_long = RowError("row_too_large", f"the line is longer than --max-row-bytes ({max_line_bytes:,})")
+    try:
+        for size, raw in _split(source, max_line_bytes):
+            if raw is None:
+                yield offset, line, too_long
+            else:
+                if offset == 0:
+                    raw = raw.removeprefix(_BOM)
+                if raw and not raw.isspace():
+                    yield offset, line, raw
+            offset += size + 1
+            line += 1
+    except DamagedError as error:
+        message = f"the {compression} file is damaged here, later rows are missing: {error}"
+        yield offset, line, RowError("invalid_json", message)
+    except OSError as error:
+        raise StorageError(f"reading {path} failed: {error.strerror or error}") from error
+    finally:
+        source.close()
+
+
+def _split(source: ByteSource, max_line_bytes: int) -> Iterator[tuple[int, bytes | None]]:
+    """(length, line without newline) of each line; None in place of a line above the limit."""
+    pending: list[bytes] = []  # the pieces of a line that began in an earlier block
+    pending_len = 0
+    while block := source.read(BLOCK):
+        lines = block.split(b"\n")
+        tail = lines.pop()
+        for raw in lines:
+            size = len(raw)
+            if pending_len:
+                size += pending_len
+                raw = b"".join([*pending, raw])
+                pending.clear()
+                pending_len = 0
+            yield size, raw if size <= max_line_bytes else None
+        pending_len += len(tail)
+        if pending_len > max_line_bytes:
+            pending.clear()
+        elif tail:
+            pending.append(tail)
+    if pending_len:
+        yield pending_len, b"".join(pending) if pending_len <= max_line_bytes else None

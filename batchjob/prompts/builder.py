@@ -1,0 +1,300 @@
+"""`PromptBuilder`: a `Record` becomes a `Prompt`, token ids and settings, or a row error. Nothing here stops a job.
+
+Rules. Text is encoded with the special tokens that the tokenizer adds, a rendered chat without: its template has
+written them. Where text begins with the start token and the tokenizer adds one more, one of the two is dropped.
+Special tokens inside row text are encoded as Transformers encodes them. The template is applied once, with the
+generation prompt, and a row can never bring its own template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from batchjob.errors import UsageError
+from batchjob.prompts import forms, limits
+from batchjob.prompts.source import DEFAULTS, PromptSource, parse_template
+from batchjob.records import Prompt, Record, RowError
+from batchjob.sampling import SamplingParams
+from batchjob.tokenizer import RenderError, RenderTimeout, Tokenizer
+
+_LONG_TEXT = 1_000_000  # characters; below this a text is always tokenised, to state its exact length
+
+
+@dataclass(frozen=True, slots=True)
+class PromptConfig:
+    """What the prompts of a job depend on. `vocab_size` and `max_model_len` are the model's, `sampling` the job's."""
+
+    source: PromptSource
+    sampling: SamplingParams
+    max_model_len: int
+    vocab_size: int
+    chat: bool = False
+    system: str | None = None
+    length_policy: str = "error"
+    render_seconds: float = limits.RENDER_SECONDS
+    render_chars: int = limits.RENDER_CHARS
+
+
+class PromptBuilder:
+    """Raises UsageError at once where the job needs a chat template and the tokenizer has none.
+
+    `guard_memory` bounds what a template may allocate; only for a process of its own.
+    """
+
+    def __init__(self, config: PromptConfig, tokenizer: Tokenizer, *, guard_memory: bool = False) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._source = config.source
+        self._chat = config.chat or config.system is not None
+        self._guard_memory = guard_memory
+        self._timer = limits.Timer(config.render_seconds)
+        self._parts = parse_template(config.source.template)
+        self._known_params: dict[str, SamplingParams | RowError] = {}
+        self._max_chars = max(_LONG_TEXT, config.max_model_len * tokenizer.max_token_chars)
+        if (self._chat or config.source.kind == "messages") and not tokenizer.has_chat_template:
+            raise UsageError(
+                "the model's tokenizer has no chat template: use an instruction-tuned model, or send text with --prompt "
+                "and without --chat, --system and --messages"
+            )
+
+    def build(self, record: Record) -> Prompt:
+        return self.build_many([record])[0]
+
+    def build_many(self, records: Sequence[Record]) -> list[Prompt]:
+        """One Prompt per record, in order."""
+        jobs = [_Row(record) for record in records]
+        with ExitStack() as stack:
+            if self._chat or self._source.kind in ("messages", "any"):
+                stack.enter_context(self._timer.installed())
+                if self._guard_memory:
+                    stack.enter_context(limits.memory_limit(limits.RENDER_MEMORY))
+            for job in jobs:
+                self._compose(job)
+        self._encode([job for job in jobs if job.error is None and job.text is not None and job.special], True)
+        self._encode([job for job in jobs if job.error is None and job.text is not None and not job.special], False)
+        return [self._finish(job) for job in jobs]
+
+    def prompt_text(self, record: Record) -> str | None:
+        """The text that is tokenised for a record, to be shown; None for token ids and rows in error."""
+        job = _Row(record)
+        with self._timer.installed():
+            self._compose(job)
+        return job.text if job.error is None else None
+
+    # -- row to text
+
+    def _compose(self, job: _Row) -> None:
+        record = job.record
+        if record.error is not None:
+            job.error = record.error
+            return
+        fields = record.fields
+        if self._source.params is not None:
+            params = self._params(fields.get(self._source.params))
+            if isinstance(params, RowError):
+                job.error = self._located(job, params.type, params.message)
+                return
+            job.params = params
+        try:
+            self._form(job, fields)
+        except forms.InvalidPrompt as error:
+            job.error = self._located(job, "invalid_prompt", str(error))
+        except RenderError as error:
+            job.error = self._located(job, "template_error", f"the chat template refused the row: {error}")
+        except RenderTimeout:
+            message = f"the chat template took longer than {self._config.render_seconds:g} s"
+            job.error = self._located(job, "template_error", message)
+        except MemoryError:
+            job.error = self._located(job, "template_error", "the chat template needs too much memory")
+
+    def _form(self, job: _Row, fields: Mapping[str, Any]) -> None:
+        kind, name = self._source.kind, self._source.columns[0]
+        if kind == "any":
+            name = self._pick(fields)
+            kind = DEFAULTS[name]
+        if kind == "token_ids":
+            job.ids = forms.token_ids(name, fields.get(name), self._config.vocab_size)
+            return
+        if kind == "messages":
+            self._render(job, forms.messages(name, fields.get(name), self._config.system))
+            return
+        if kind == "text":
+            text = forms.plain_text(name, fields.get(name))
+        else:
+            text = "".join(
+                [forms.template_text(part, fields.get(part)) if column else part for column, part in self._parts]
+            )
+        if self._chat:
+            turn: list[dict[str, Any]] = [{"role": "user", "content": text}]
+            if self._config.system is not None:
+                turn.insert(0, {"role": "system", "content": self._config.system})
+            self._render(job, turn)
+        else:
+            job.text, job.special = text, True
+
+    def _pick(self, fields: Mapping[str, Any]) -> str:
+        """The one default column that the row fills."""
+        filled = [name for name in self._source.columns if fields.get(name) is not None]
+        if len(filled) == 1:
+            return filled[0]
+        if not filled:
+            raise forms.InvalidPrompt(f"columns {' and '.join(map(repr, self._source.columns))} are null or absent")
+        raise forms.InvalidPrompt(
+            f"columns {' and '.join(map(repr, filled))} are both given; choose one with --prompt, --messages or "
+            "--prompt-token-ids"
+        )
+
+    def _render(self, job: _Row, messages: list[dict[str, Any]]) -> None:
+        if not self._tokenizer.has_chat_template:
+            raise RenderError("the model's tokenizer has no chat template")
+        with self._timer:
+            text = self._tokenizer.render_chat(messages, add_generation_prompt=True)
+        if len(text) > self._config.render_chars:
+            raise RenderError(f"it wrote {len(text):,} characters, more than {self._config.render_chars:,}")
+        job.text, job.special = text, False
+
+    # -- per-row settings
+
+    def _params(self, value: Any) -> SamplingParams | RowError | None:
+        if value is None:
+            return None
+        key = value if isinstance(value, str) else repr(value)
+        found = self._known_params.get(key)
+        if found is None:
+            found = self._parse_params(value)
+            if len(self._known_params) >= 4096:
+                self._known_params.clear()
+            self._known_params[key] = found
+        return None if found == self._config.sampling else found
+
+    def _parse_params(self, value: Any) -> SamplingParams | RowError:
+        name = self._source.params
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError) as error:
+                return RowError("invalid_params", f"column {name!r} is not JSON: {error}")
+            if value is None:
+                return self._config.sampling
+        if isinstance(value, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
+            value = dict(value)  # a Parquet map
+        if not isinstance(value, Mapping):
+            return RowError("invalid_params", f"column {name!r} must hold an object of sampling settings")
+        try:
+            params = self._config.sampling.override(value)
+        except UsageError as error:
+            return RowError("invalid_params", f"column {name!r}: {error}")
+        for token in (*params.stop_token_ids, *(token for token, _ in params.logit_bias)):
+            if token >= self._config.vocab_size:
+                message = f"column {name!r}: token id {token} is not below the vocabulary size {self._config.vocab_size}"
+                return RowError("invalid_params", message)
+        return params
+
+    # -- text to tokens
+
+    def _encode(self, jobs: list[_Row], special: bool) -> None:
+        jobs = [job for job in jobs if self._fits_tokenizer(job)]
+        if not jobs:
+            return
+        texts = [job.text or "" for job in jobs]
+        try:
+            encoded = self._tokenizer.encode_batch(texts, add_special_tokens=special)
+        except Exception:  # one bad text must not cost the others
+            encoded = []
+            for job in jobs:
+                encoded.append(self._encode_one(job, special))
+        bos, marker = self._tokenizer.bos_token_id, self._tokenizer.bos_token
+        for job, ids in zip(jobs, encoded, strict=True):
+            if special and len(ids) > 1 and ids[0] == ids[1] == bos and marker and (job.text or "").startswith(marker):
+                ids = ids[1:]
+            job.ids = ids
+
+    def _encode_one(self, job: _Row, special: bool) -> list[int]:
+        try:
+            return self._tokenizer.encode(job.text or "", add_special_tokens=special)
+        except Exception as error:
+            job.error = self._located(job, "invalid_encoding", f"the text cannot be tokenised: {error}")
+            return []
+
+    def _fits_tokenizer(self, job: _Row) -> bool:
+        """Keeps a text that is surely too long away from the tokenizer, which needs 150 bytes per character."""
+        text = job.text or ""
+        if len(text) <= self._max_chars:
+            return True
+        if self._config.length_policy == "error":
+            least = len(text) // self._tokenizer.max_token_chars
+            job.error = self._too_long(job, f"at least {least:,}")
+            return False
+        left = self._config.length_policy == "truncate-left"
+        job.text = text[-self._max_chars :] if left else text[: self._max_chars]
+        return True
+
+    # -- tokens to prompt
+
+    def _finish(self, job: _Row) -> Prompt:
+        ids = job.ids
+        if job.error is None and not ids:
+            column = self._source.columns[0]
+            job.error = self._located(job, "invalid_prompt", f"column {column!r} gives a prompt without any token")
+        if job.error is None:
+            limit = self._config.max_model_len
+            if self._config.length_policy != "error":
+                ids = self._cut(ids, job.params or self._config.sampling)
+            elif len(ids) >= limit:
+                job.error = self._too_long(job, f"{len(ids):,}")
+        if job.error is not None:
+            return Prompt(job.record.row_index, [], None, job.error)
+        return Prompt(job.record.row_index, ids, job.params, None)
+
+    def _cut(self, ids: list[int], params: SamplingParams) -> list[int]:
+        """Leaves room for `max_tokens` (an eighth of the limit where that is not set), at most half of the limit.
+
+        A start token stays in front when the start is cut.
+        """
+        limit = self._config.max_model_len
+        keep = limit - max(1, min(params.max_tokens or limit // 8, limit // 2))
+        if len(ids) <= keep:
+            return ids
+        if self._config.length_policy == "truncate-right":
+            return ids[:keep]
+        if ids[0] == self._tokenizer.bos_token_id and keep > 1:
+            return [ids[0], *ids[1 - keep :]]
+        return ids[-keep:]
+
+    def _too_long(self, job: _Row, tokens: str) -> RowError:
+        limit = self._config.max_model_len
+        message = f"the prompt has {tokens} tokens and max_model_len is {limit:,}: no room for output"
+        return self._located(job, "prompt_too_long", message)
+
+    def _located(self, job: _Row, type: str, message: str) -> RowError:
+        name = self._source.id
+        where = job.record.where
+        if name is not None:
+            value = job.record.fields.get(name)
+            if isinstance(value, str | int):
+                where += f" ({name} {_shown(value)})"
+        return RowError(type, f"{where}: {message}")
+
+
+class _Row:
+    """One row on its way through `build_many`."""
+
+    __slots__ = ("error", "ids", "params", "record", "special", "text")
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.text: str | None = None
+        self.special = True
+        self.ids: list[int] = []
+        self.params: SamplingParams | None = None
+        self.error: RowError | None = None
+
+
+def _shown(value: str | int) -> str:
+    """A user's id in a message: printable and short."""
+    text = "".join(char if char.isprintable() else "\ufffd" for char in str(value)[:60])
+    return text + ("..." if len(str(value)) > 60 else "")

@@ -1,0 +1,114 @@
+"""Checks on one row's raw prompt: text for a template, chat messages, token ids. Each failure is an `InvalidPrompt`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_NEEDS_CONTENT = ("user", "system", "developer")
+
+
+class InvalidPrompt(Exception):
+    """The row's prompt cannot be used; the message says why, in words for the row's author."""
+
+
+def template_text(name: str, value: Any) -> str:
+    """How a column's value stands in a --prompt template: text as it is, anything else as JSON would write it."""
+    if isinstance(value, str):
+        return value
+    if value is None:
+        raise InvalidPrompt(f"column {name!r} is null or absent")
+    if isinstance(value, bytes):
+        raise InvalidPrompt(f"column {name!r} holds binary data, not text")
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):  # dates, decimals and the like, from Parquet
+        return str(value)
+
+
+def plain_text(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if value is None:
+        raise InvalidPrompt(f"column {name!r} is null or absent")
+    raise InvalidPrompt(f"column {name!r} holds {_kind(value)}, not text")
+
+
+def token_ids(name: str, value: Any, vocab_size: int) -> list[int]:
+    """A non-empty list of ids below `vocab_size`."""
+    if value is None:
+        raise InvalidPrompt(f"column {name!r} is null or absent")
+    if not isinstance(value, list):
+        raise InvalidPrompt(f"column {name!r} holds {_kind(value)}, not a list of token ids")
+    if not value:
+        raise InvalidPrompt(f"column {name!r} is an empty list: a prompt needs at least one token")
+    if set(map(type, value)) != {int}:
+        raise InvalidPrompt(f"column {name!r} must hold whole numbers only")
+    if min(value) < 0 or max(value) >= vocab_size:
+        bad = next(i for i in value if not 0 <= i < vocab_size)
+        raise InvalidPrompt(f"column {name!r}: token id {bad} is not below the vocabulary size {vocab_size}")
+    return value
+
+
+def messages(name: str, value: Any, system: str | None) -> list[dict[str, Any]]:
+    """The conversation as a chat template takes it: a role and a text in every turn, keys that are null left out.
+
+    Null or missing content is "" for turns that may have none (an assistant that only calls a tool, a tool's result)
+    and an error for user and system turns. Text parts are joined. `system` goes first unless the row has its own.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise InvalidPrompt(f"column {name!r} holds text that is not JSON messages: {error}") from None
+    if value is None:
+        raise InvalidPrompt(f"column {name!r} is null or absent")
+    if not isinstance(value, list):
+        raise InvalidPrompt(f"column {name!r} holds {_kind(value)}, not a list of messages")
+    if not value:
+        raise InvalidPrompt(f"column {name!r} is an empty list: a chat needs at least one message")
+    turns = [_turn(name, index, turn) for index, turn in enumerate(value)]
+    if system is not None and not any(turn["role"] == "system" for turn in turns):
+        turns.insert(0, {"role": "system", "content": system})
+    return turns
+
+
+def _turn(name: str, index: int, turn: Any) -> dict[str, Any]:
+    where = f"column {name!r}, message {index + 1}"
+    if not isinstance(turn, Mapping):
+        raise InvalidPrompt(f"{where} is {_kind(turn)}, not an object with role and content")
+    role = turn.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidPrompt(f"{where} has no role")
+    content = turn.get("content")
+    if content is None:
+        if role in _NEEDS_CONTENT:
+            raise InvalidPrompt(f"{where}: a {role} turn needs content")
+        text = ""
+    elif isinstance(content, str):
+        text = content
+    elif isinstance(content, Sequence) and not isinstance(content, bytes):
+        text = "".join([_part(where, part) for part in content])
+    else:
+        raise InvalidPrompt(f"{where}: the content is {_kind(content)}, not text")
+    return {**{key: item for key, item in turn.items() if item is not None}, "role": role, "content": text}
+
+
+def _part(where: str, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        raise InvalidPrompt(f"{where}: a content part is {_kind(part)}, not an object")
+    kind = part.get("type")
+    if kind != "text":
+        raise InvalidPrompt(f"{where}: a content part of type {kind!r}; only text parts can be sent to a text model")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidPrompt(f"{where}: a text part without text")
+    return text
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number", str: "text"}
+    return names.get(type(value), f"a {type(value).__name__}")

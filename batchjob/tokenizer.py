@@ -1,0 +1,269 @@
+"""Text to token ids and back: one protocol, Transformers' tokenizer behind it, and a fake one that needs no model.
+
+No torch. Transformers is imported only when an `HFTokenizer` is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+from zlib import crc32
+
+from batchjob.errors import InputDataError, InputMissingError
+
+Message = Mapping[str, Any]
+
+
+class RenderError(Exception):
+    """The chat template refused one conversation. The message is the template's own."""
+
+
+class Tokenizer(Protocol):
+    """What the feeder and the engine need of a tokenizer.
+
+    `special_tokens` are the texts that encode to control tokens; `max_token_chars` bounds the characters of text that
+    one token can stand for.
+    """
+
+    @property
+    def bos_token_id(self) -> int | None: ...
+    @property
+    def bos_token(self) -> str | None: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def has_chat_template(self) -> bool: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def special_tokens(self) -> tuple[str, ...]: ...
+    @property
+    def max_token_chars(self) -> int: ...
+    @property
+    def digest(self) -> str: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]: ...
+    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        """The conversation as one text, special tokens included. Raises RenderError."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids; special tokens are left out and no spaces are "cleaned up"."""
+        ...
+
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]: ...
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """`"fake"` gives the FakeTokenizer, anything else is a local directory with a tokenizer."""
+    return FakeTokenizer() if name == "fake" else HFTokenizer(name)
+
+
+_FIRST_WORD = 4
+_NUM_WORDS = 256
+_FIRST_HASHED = _FIRST_WORD + _NUM_WORDS
+_WORDS = tuple(
+    start + end
+    for start in "ba be bi bo da de di do ka ke ki ko ma me mi mo".split()
+    for end in "l n r s t la na ra sa ta le ne re se te li".split()
+)
+
+
+class FakeTokenizer:
+    """One token per space-separated word: fast and deterministic, for tests and `--engine fake`.
+
+    Ids: 1 begins a text (`<s>`), 2 ends one, 4..259 are a fixed list of words (what the fake engine answers with),
+    the rest up to 65,535 are hashes of words. Runs of spaces give empty words, so that blank texts differ.
+    """
+
+    bos_token_id: int = 1
+    bos_token: str = "<s>"
+    eos_token_ids: tuple[int, ...] = (2,)
+    has_chat_template: bool = True
+    vocab_size: int = 65_536
+    special_tokens: tuple[str, ...] = ("<s>", "</s>")
+    max_token_chars: int = 1 << 40  # a word may have any length
+    digest: str = "fake-1"
+
+    def __init__(self) -> None:
+        self._ids: dict[str, int] = {"<s>": 1, "</s>": 2}
+        self._ids.update((word, _FIRST_WORD + index) for index, word in enumerate(_WORDS))
+        self._num_fixed = len(self._ids)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        ids = [1] if add_special_tokens else []
+        while text.startswith("<s>"):
+            ids.append(1)
+            text = text[3:]
+        if not text:
+            return ids
+        known = self._ids
+        words = text.split(" ")
+        try:
+            ids += [known[word] for word in words]
+        except KeyError:
+            ids += [self._id(word) for word in words]
+        return ids
+
+    def _id(self, word: str) -> int:
+        found = self._ids.get(word)
+        if found is None:
+            found = _FIRST_HASHED + crc32(word.encode()) % (self.vocab_size - _FIRST_HASHED)
+            if len(self._ids) < 100_000:  # a cache, bounded
+                self._ids[word] = found
+        return found
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        turns = [f"[{message['role']}] {message['content']}" for message in messages]
+        return "<s>" + " ".join([*turns, "[assistant]"] if add_generation_prompt else turns)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join([_WORDS[i - 4] if i < _FIRST_HASHED else f"<{i}>" for i in ids if i >= _FIRST_WORD])
+
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
+        return [("<pad>", "<s>", "</s>", "<unk>")[i] if i < _FIRST_WORD else self.decode([i]) for i in ids]
+
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+class HFTokenizer:
+    """A tokenizer that Transformers loads from a local directory. No remote code, no network."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise InputMissingError(f"tokenizer directory {self.path} does not exist")
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                str(self.path), local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # Transformers raises many kinds here
+            raise InputDataError(f"the tokenizer in {self.path} cannot be loaded: {error}") from error
+        self._backend = self._fast_backend()
+
+    def _fast_backend(self) -> Any:
+        """The Rust tokenizer without its Python wrapper (twice as fast), where both agree; else None."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if not hasattr(backend, "encode_batch_fast"):
+            return None
+        backend.no_truncation()  # a tokenizer.json may carry these from its training
+        backend.no_padding()
+        probes = ["Hello, world!", " a  b\n", "", "\u00e9\u4f60\U0001f642", *self._tokenizer.all_special_tokens[:2]]
+        for special in (True, False):
+            expected = self._call(probes, special)
+            if [e.ids for e in backend.encode_batch_fast(probes, add_special_tokens=special)] != expected:
+                return None
+        backend.no_truncation()
+        backend.no_padding()
+        return backend
+
+    def _call(self, texts: Sequence[str], special: bool) -> list[list[int]]:
+        encoded = self._tokenizer(
+            list(texts),
+            add_special_tokens=special,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        return list(encoded["input_ids"])
+
+    @property
+    def bos_token_id(self) -> int | None:
+        value: int | None = self._tokenizer.bos_token_id
+        return value
+
+    @property
+    def bos_token(self) -> str | None:
+        value: str | None = self._tokenizer.bos_token
+        return value
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        value = self._tokenizer.eos_token_id
+        return () if value is None else (int(value),)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._tokenizer)
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        return tuple(self._tokenizer.all_special_tokens)
+
+    @property
+    def max_token_chars(self) -> int:
+        if not hasattr(self, "_max_token_chars"):
+            self._max_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
+        return self._max_token_chars
+
+    @property
+    def digest(self) -> str:
+        """blake2b over the tokenizer's files: names, lengths, contents."""
+        hasher = hashlib.blake2b(digest_size=16)
+        for name in _TOKENIZER_FILES:
+            file = self.path / name
+            if file.is_file():
+                data = file.read_bytes()
+                hasher.update(json.dumps([name, len(data)]).encode())
+                hasher.update(data)
+        return hasher.hexdigest()
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        if not texts:
+            return []
+        if self._backend is not None:
+            return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
+        return self._call(texts, add_special_tokens)
+
+    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except (MemoryError, RenderTimeout):
+            raise
+        except Exception as error:  # a template may fail in any way; the row fails, not the job
+            raise RenderError(f"{error or type(error).__name__}") from error
+        return text
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
+        return list(self._tokenizer.convert_ids_to_tokens(list(ids)))
+
+
+class RenderTimeout(BaseException):
+    """Raised inside a template that takes too long; no `except Exception` on the way may catch it."""
