@@ -44,7 +44,10 @@ class Handle(Protocol):
     """One step that has been started."""
 
     def tokens(self) -> list[int]:
-        """Waits for the step and returns one new token id per slice of `plan.sampled`, in that order."""
+        """Waits for the step and returns one new token id per slice of `plan.sampled`, in that order.
+
+        -1 stands for "the logits of this row are not finite numbers": the row fails, the others go on.
+        """
         ...
 
 

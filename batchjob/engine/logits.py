@@ -53,15 +53,15 @@ class LogitEditor:
         """Whether the next token of this sequence needs an edit."""
         params = seq.request.params
         return (
-            params.has_penalties or bool(params.logit_bias) or len(seq.tokens) - seq.num_prompt_tokens < params.min_tokens
+            params.has_penalties
+            or bool(params.logit_bias)
+            or len(seq.tokens) - seq.num_prompt_tokens < params.min_tokens
         )
 
     def edit(self, logits: Tensor, seqs: list[Sequence]) -> None:
         """Changes `logits` [len(seqs), vocab] float32 in place."""
         self._penalise(logits, seqs)
-        biases = [
-            (row, token, bias) for row, seq in enumerate(seqs) for token, bias in seq.request.params.logit_bias
-        ]
+        biases = [(row, token, bias) for row, seq in enumerate(seqs) for token, bias in seq.request.params.logit_bias]
         if biases:
             rows, tokens, amounts = zip(*biases, strict=True)
             where = self._index(logits, rows, tokens)

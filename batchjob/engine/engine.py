@@ -1,0 +1,246 @@
+"""`Engine`: requests in, completions out. Joins the scheduler (what to compute) and a runner (computes it).
+
+Knows nothing of tensors, files or devices. One step is: schedule, execute, commit, return what is over.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from batchjob.core.blocks import BlockPool
+from batchjob.core.plan import StepPlan
+from batchjob.core.scheduler import Scheduler
+from batchjob.core.sequence import Sequence
+from batchjob.engine.config import Detokenizer, EngineConfig, Runner
+from batchjob.engine.stops import StopStrings
+from batchjob.errors import BatchJobError, EngineError
+from batchjob.records import Completion, Request, RowError
+
+_NO_TOKEN = -1  # what a runner returns for a row whose logits are not numbers
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What an engine has done so far."""
+
+    num_steps: int
+    num_batched_tokens: int  # tokens run through the model, prompt and output
+    num_sampled: int  # output tokens, those of failed rows included
+    num_prompt_tokens: int  # of all accepted requests; the n samples of a row count n times
+    num_prompt_tokens_computed: int
+    num_cached_tokens: int  # found in the prefix cache instead
+    num_recomputed_tokens: int  # lost to preemption and computed again
+    num_preemptions: int
+    runner_seconds: float  # spent in the runner, the wait for its tokens included
+
+
+class Engine:
+    """Continuous batching: rows enter and leave at any step.
+
+    A row ends, whichever comes first: at an end token of the model (unless `ignore_eos`) or one of `stop_token_ids`;
+    at a stop string; at `max_tokens`; at `max_model_len`. None of the first two counts before `min_tokens` tokens.
+    The end token stays in `token_ids` and is no part of the text; the text is what the tokenizer makes of the output
+    tokens alone, cut at the stop string.
+    """
+
+    def __init__(self, runner: Runner, detokenizer: Detokenizer, config: EngineConfig) -> None:
+        self.capacity = capacity = runner.capacity()
+        self._runner = runner
+        self._detokenizer = detokenizer
+        self._scheduler = Scheduler(
+            BlockPool(capacity.num_blocks, capacity.block_size),
+            max_num_seqs=capacity.max_num_seqs,
+            max_num_batched_tokens=capacity.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            prefix_caching=config.prefix_caching,
+        )
+        self._eos = frozenset(config.eos_token_ids)
+        self._suspects = {*config.eos_token_ids, _NO_TOKEN}  # tokens that may end a row; others are not looked at
+        self._has_stop_strings = False  # so that a job without any never asks
+        self._stop_strings: dict[Sequence, StopStrings] = {}  # of rows that have made a token
+        self._num_steps = self._num_batched_tokens = self._num_sampled = self._num_prompt_tokens = 0
+        self._runner_seconds = 0.0
+
+    # -- queue
+
+    def add(self, request: Request) -> Completion | None:
+        """Queues a request. One that can never run comes back at once, as a completion with an error."""
+        error = self._refuse(request) or self._scheduler.add(request)
+        if error is not None:
+            return _failed(request, [], error)
+        params = request.params
+        self._num_prompt_tokens += len(request.token_ids)
+        if params.stop_token_ids:
+            self._suspects.update(params.stop_token_ids)
+        if params.stop:
+            self._has_stop_strings = True
+        return None
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows in the queue, preempted ones included."""
+        return self._scheduler.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        return self._scheduler.num_running
+
+    def has_unfinished(self) -> bool:
+        return self._scheduler.num_running > 0 or self._scheduler.num_waiting > 0
+
+    def drop_waiting(self) -> list[Request]:
+        """Takes out whatever does not run now, preempted rows included, and returns it. Running rows go on."""
+        dropped = self._scheduler.drop_waiting()
+        for seq in dropped:
+            self._stop_strings.pop(seq, None)
+        return [seq.request for seq in dropped]
+
+    # -- steps
+
+    def step(self) -> list[Completion]:
+        """Computes one step and returns the rows that are over. An empty list if there was nothing to do.
+
+        Raises EngineError if the runner fails. No row is lost by that: what has not been returned is unfinished.
+        """
+        scheduler = self._scheduler
+        plan = scheduler.schedule()
+        done = [self._end_overgrown(seq) for seq in scheduler.overgrown]
+        if plan is None:
+            if not done and self.has_unfinished():
+                raise EngineError(f"no step can be made with {self.num_waiting} waiting rows: this is a bug")
+            return done
+        tokens = self._execute(plan)
+        scheduler.commit(plan, tokens)
+        suspects, has_stop_strings = self._suspects, self._has_stop_strings
+        for (seq, _, _), token in zip(plan.sampled, tokens, strict=True):
+            if token in suspects or len(seq.tokens) >= seq.max_len or (has_stop_strings and seq.request.params.stop):
+                completion = self._check(seq, token)
+                if completion is not None:
+                    done.append(completion)
+        return done
+
+    def _execute(self, plan: StepPlan) -> list[int]:
+        started = time.perf_counter()
+        try:
+            tokens = self._runner.execute(plan).tokens()
+        except BatchJobError:
+            raise
+        except Exception as error:
+            raise EngineError(self._describe_failure(plan, error)) from error
+        self._runner_seconds += time.perf_counter() - started
+        self._num_steps += 1
+        self._num_batched_tokens += plan.num_tokens
+        self._num_sampled += len(tokens)
+        return tokens
+
+    def _describe_failure(self, plan: StepPlan, error: Exception) -> str:
+        rows = sorted({piece.seq.request.row_index for piece in plan.slices})
+        shown = ", ".join(map(str, rows[:8])) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
+        return (
+            f"step {self._num_steps + 1} failed with {type(error).__name__}: {error} "
+            f"({len(plan.slices)} sequences, {plan.num_tokens} tokens; rows {shown})"
+        )
+
+    # -- ends
+
+    def _check(self, seq: Sequence, token: int) -> Completion | None:
+        """Whether the newest token ends its sequence, and how."""
+        params = seq.request.params
+        if token == _NO_TOKEN:
+            return self._fail(seq, RowError("engine_error", "the model's logits are not finite numbers"))
+        armed = seq.num_output_tokens >= params.min_tokens
+        ended = armed and (token in params.stop_token_ids or (token in self._eos and not params.ignore_eos))
+        matched = False
+        strings = self._strings(seq) if params.stop else None
+        if strings is not None and not ended:
+            matched = strings.push(token, armed=armed)
+        if not ended and not matched and len(seq.tokens) < seq.max_len:
+            return None
+        if strings is not None and not matched:
+            matched = strings.flush(armed=armed)
+        self._release(seq)
+        output = seq.output_token_ids
+        if strings is not None and matched:
+            text = strings.text
+        else:
+            text = self._detokenizer.decode(output[:-1] if ended else output)
+        request = seq.request
+        return Completion(
+            row_index=request.row_index,
+            sample_index=request.sample_index,
+            num_prompt_tokens=seq.num_prompt_tokens,
+            token_ids=output,
+            text=text,
+            finish_reason="stop" if ended or matched else "length",
+        )
+
+    def _strings(self, seq: Sequence) -> StopStrings:
+        strings = self._stop_strings.get(seq)
+        if strings is None:
+            strings = self._stop_strings[seq] = StopStrings(self._detokenizer.decode, seq.request.params)
+        return strings
+
+    def _fail(self, seq: Sequence, error: RowError) -> Completion:
+        self._release(seq)
+        return _failed(seq.request, seq.output_token_ids[:-1], error)
+
+    def _end_overgrown(self, seq: Sequence) -> Completion:
+        """The scheduler has taken it out already."""
+        self._stop_strings.pop(seq, None)
+        num_tokens, capacity = len(seq.tokens), self.capacity
+        message = (
+            f"prompt and output have grown to {num_tokens} tokens, which need {capacity.num_blocks + 1} KV blocks of "
+            f"{capacity.block_size} tokens; the whole cache has {capacity.num_blocks}"
+        )
+        return _failed(seq.request, seq.output_token_ids, RowError("kv_cache_too_small", message))
+
+    def _release(self, seq: Sequence) -> None:
+        self._scheduler.finish(seq)
+        self._stop_strings.pop(seq, None)
+
+    def _refuse(self, request: Request) -> RowError | None:
+        """Token ids that the model does not have: they would fail the step, and with it other rows."""
+        vocab_size = self.capacity.vocab_size
+        ids = request.token_ids
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            wrong = next(token for token in ids if not 0 <= token < vocab_size)
+            return RowError("invalid_prompt", f"token id {wrong} is outside the model's vocabulary of {vocab_size}")
+        params = request.params
+        if params.stop_token_ids and max(params.stop_token_ids) >= vocab_size:
+            return RowError("invalid_params", f"stop_token_ids has an id outside the vocabulary of {vocab_size}")
+        if params.logit_bias and max(params.logit_bias)[0] >= vocab_size:
+            return RowError("invalid_params", f"logit_bias has an id outside the vocabulary of {vocab_size}")
+        return None
+
+    # -- the rest
+
+    @property
+    def stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        return EngineStats(
+            num_steps=self._num_steps,
+            num_batched_tokens=self._num_batched_tokens,
+            num_sampled=self._num_sampled,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_prompt_tokens_computed=scheduler.num_prompt_tokens_computed,
+            num_cached_tokens=scheduler.num_cached_tokens,
+            num_recomputed_tokens=scheduler.num_recomputed_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            runner_seconds=self._runner_seconds,
+        )
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+def _failed(request: Request, token_ids: list[int], error: RowError) -> Completion:
+    return Completion(
+        row_index=request.row_index,
+        sample_index=request.sample_index,
+        num_prompt_tokens=len(request.token_ids),
+        token_ids=token_ids,
+        text=None,
+        finish_reason=None,
+        error=error,
+    )

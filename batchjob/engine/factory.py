@@ -1,0 +1,33 @@
+"""`create_engine`: the one place that knows which runner a job asks for. Imports torch only when a model is run."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from batchjob.engine.config import Detokenizer, EngineConfig, Runner
+from batchjob.engine.engine import Engine
+from batchjob.engine.fake import FakeRunner, fake_capacity
+from batchjob.spec import JobSpec
+
+
+class ModelSource(Protocol):
+    """What the engine needs of a resolved model: the local directory with its config and safetensors."""
+
+    @property
+    def path(self) -> object: ...
+
+
+def create_engine(spec: JobSpec, model: ModelSource | None, config: EngineConfig, detokenizer: Detokenizer) -> Engine:
+    """Loads the model and returns an engine ready for requests. The fake engine needs no model.
+
+    Raises EngineError, or UnsupportedModelError where the model needs something that the engine does not do.
+    """
+    runner: Runner
+    if spec.engine == "fake":
+        runner = FakeRunner(fake_capacity(config))
+    else:
+        from batchjob.engine.runner import TorchRunner
+
+        assert model is not None
+        runner = TorchRunner(str(model.path), config)
+    return Engine(runner, detokenizer, config)
