@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 from array import array
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import IO, Any, Protocol
 
@@ -45,7 +45,7 @@ class FeederConfig:
 
 @dataclass(frozen=True, slots=True)
 class FedBatch:
-    """Some prompts of one chunk, in row order. `last` marks the chunk's final batch, which may be empty.
+    """Some prompts of one chunk, in row order. `last` marks the end of the chunk, with or without prompts.
 
     `warnings` are about the input files.
     """
@@ -82,20 +82,28 @@ class _Source:
         self._builder = PromptBuilder(config.prompt, load_tokenizer(config.tokenizer), guard_memory=guard_memory)
 
     def batches(self, chunk: Chunk, skip_rows: Collection[int]) -> Iterator[FedBatch]:
-        batch: list[Record] = []
-        weight = 0
-        for record in self._reader.rows(chunk, self._columns, skip=skip_rows):
-            batch.append(record)
-            weight += _weight(record)
-            if len(batch) >= BATCH_ROWS or weight >= _BATCH_WEIGHT:
-                yield FedBatch(chunk.index, self._builder.build_many(batch), False)
-                batch, weight = [], 0
+        for records in in_batches(self._reader.rows(chunk, self._columns, skip=skip_rows)):
+            yield FedBatch(chunk.index, self._builder.build_many(records), False)
         warnings = tuple(self._reader.warnings)
         self._reader.warnings.clear()
-        yield FedBatch(chunk.index, self._builder.build_many(batch), True, warnings)
+        yield FedBatch(chunk.index, [], True, warnings)
 
     def close(self) -> None:
         self._reader.close()
+
+
+def in_batches(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """At most 256 rows or about a million characters at a time, but always at least one row."""
+    batch: list[Record] = []
+    weight = 0
+    for record in records:
+        batch.append(record)
+        weight += _weight(record)
+        if len(batch) >= BATCH_ROWS or weight >= _BATCH_WEIGHT:
+            yield batch
+            batch, weight = [], 0
+    if batch:
+        yield batch
 
 
 def _weight(record: Record) -> int:

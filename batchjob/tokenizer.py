@@ -167,7 +167,7 @@ class HFTokenizer:
 
     def _fast_backend(self) -> Any:
         """The Rust tokenizer without its Python wrapper (twice as fast), where both agree; else None."""
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         if not hasattr(backend, "encode_batch_fast"):
             return None
         backend.no_truncation()  # a tokenizer.json may carry these from its training

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
-from json.decoder import scanstring
+from collections.abc import Callable, Iterable
+from json import decoder as _json_decoder
 from typing import Any
 
 from batchjob.records import RowError
@@ -31,7 +31,9 @@ def _refuse_constant(name: str) -> Any:
 
 _decoder = json.JSONDecoder(parse_constant=_refuse_constant)
 _decode = _decoder.decode
-_scan_once = _decoder.scan_once
+# The two halves of Python's own decoder, both in C: (text, index) -> (value, index behind it).
+_scan_value: Callable[[str, int], tuple[Any, int]] = _decoder.scan_once  # type: ignore[attr-defined]
+_scan_string: Callable[[str, int, bool], tuple[str, int]] = _json_decoder.scanstring  # type: ignore[attr-defined]
 
 
 def parse_row(raw: bytes) -> tuple[dict[str, Any] | None, RowError | None]:
@@ -119,9 +121,9 @@ def raw_values(text: str, wanted: Iterable[str]) -> dict[str, str]:
             return out
         if text[index] == ",":
             index = space(text, index + 1).end()  # type: ignore[union-attr]
-        key, index = scanstring(text, index + 1, True)
+        key, index = _scan_string(text, index + 1, True)
         index = space(text, space(text, index).end() + 1).end()  # type: ignore[union-attr]
-        value, end = _scan_once(text, index)
+        value, end = _scan_value(text, index)
         if key in names:
             out.pop(key, None)  # of a key given twice the last counts
             if value is not None:

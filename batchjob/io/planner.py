@@ -15,7 +15,6 @@ import pyarrow as pa
 from batchjob.errors import InputDataError, InputMissingError
 from batchjob.io import jsonl, parquet
 from batchjob.io.inputs import FoundFile, digest, find_inputs
-from batchjob.io.reader import JSON_FIELD_METADATA
 from batchjob.io.streams import iter_lines
 from batchjob.plan import Chunk, InputFile, Plan, Segment
 from batchjob.records import RowError
@@ -189,9 +188,8 @@ def _scan_parquet(found: Sequence[FoundFile], limit: int | None) -> _Scan:
         left = None if left is None else left - count
         largest = max((metadata.row_group(g).total_byte_size for g in range(metadata.num_row_groups)), default=0)
         if largest > 1 << 30:
-            warnings.append(
-                f"{item.path} has a row group of {largest / (1 << 30):.1f} GiB; resuming inside it decodes its start again"
-            )
+            size = f"{largest / (1 << 30):.1f} GiB"
+            warnings.append(f"{item.path} has a row group of {size}; resuming inside it decodes its start again")
         file.close()
         files.append(_stamp(item, before, count, "footer"))
     schema = parquet.unify_schemas(schemas)
@@ -229,7 +227,7 @@ def _scan_jsonl(found: Sequence[FoundFile], limit: int | None, index: _Index, ma
                 scan.num_bad_rows += 1
                 if scan.num_bad_rows == 1:
                     scan.first_bad_row = f"{item.path}:{line}: {error.message}"
-                if "is damaged here" in error.message:
+                if error.type == "input_damaged":
                     scan.warnings.append(f"{item.path}:{line}: {error.message}")
                 if row is None and total == first and isinstance(raw, bytes):
                     _refuse_json_document(item.path, raw)
@@ -241,12 +239,7 @@ def _scan_jsonl(found: Sequence[FoundFile], limit: int | None, index: _Index, ma
             "batchjob reads JSON Lines: one object per line"
         )
     scan.columns = types.kinds()
-    scan.schema = pa.schema(
-        [
-            pa.field(name, _ARROW[kind], metadata=JSON_FIELD_METADATA if kind == "json" else None)
-            for name, kind in scan.columns.items()
-        ]
-    )
+    scan.schema = pa.schema([pa.field(name, _ARROW[kind]) for name, kind in scan.columns.items()])
     return scan
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchjob.errors import InputDataError, InputMissingError
+from batchjob.errors import InputMissingError
 from batchjob.io import jsonl, parquet
 from batchjob.io.inputs import check_unchanged
 from batchjob.io.streams import iter_lines
@@ -22,7 +22,6 @@ from batchjob.records import Record, RowError
 MAX_ROW_BYTES = 64 << 20
 _MAX_POSITIONS = 4
 _BUSY = 1 << 62  # the row of a position while somebody reads from it
-JSON_FIELD_METADATA = {b"batchjob": b"json"}
 
 _Line = tuple[int, int, bytes | RowError]
 
@@ -186,9 +185,7 @@ class InputReader:
         self._positions[best] = found  # most recently used last
         return found
 
-    def _keep(
-        self, position: _Lines | _Batches, file_index: int, columns: tuple[str, ...] | None
-    ) -> _Lines | _Batches:
+    def _keep(self, position: _Lines | _Batches, file_index: int, columns: tuple[str, ...] | None) -> _Lines | _Batches:
         while len(self._positions) >= _MAX_POSITIONS:
             self._positions.pop(next(iter(self._positions))).close()
         self._next_key += 1
@@ -304,7 +301,8 @@ class InputReader:
 
 def _changed(file: InputFile) -> InputMissingError:
     return InputMissingError(
-        f"input file {file.path} no longer holds the rows that were planned; put the old file back, or start a new output"
+        f"input file {file.path} no longer holds the rows that were planned; "
+        "put the old file back, or start a new output"
     )
 
 
@@ -337,6 +335,3 @@ def read_carried(plan: Plan, chunk: Chunk, *, max_row_bytes: int = MAX_ROW_BYTES
         return reader.carried(chunk)
     finally:
         reader.close()
-
-
-__all__ = ["InputDataError", "InputReader", "check_unchanged", "read_carried", "read_rows"]

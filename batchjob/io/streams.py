@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections.abc import Iterator
-from typing import IO, Protocol
+from typing import Protocol
 
 from batchjob.errors import StorageError
 from batchjob.records import RowError
@@ -26,7 +26,7 @@ class ByteSource(Protocol):
 
 class _Gzip:
     def __init__(self, path: str) -> None:
-        self._file = gzip.open(path, "rb")
+        self._file = gzip.open(path, "rb")  # noqa: SIM115
 
     def read(self, size: int, /) -> bytes:
         try:
@@ -46,7 +46,7 @@ class _Zstd:
 
         self._error = zstandard.ZstdError
         self._make = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
-        self._file: IO[bytes] = open(path, "rb")  # noqa: SIM115
+        self._file = open(path, "rb")  # noqa: SIM115
         self._frame = self._make()
         self._inside = False
         self._damage = ""
@@ -142,7 +142,7 @@ def iter_lines(
             line += 1
     except DamagedError as error:
         message = f"the {compression} file is damaged here, later rows are missing: {error}"
-        yield offset, line, RowError("invalid_json", message)
+        yield offset, line, RowError("input_damaged", message)
     except OSError as error:
         raise StorageError(f"reading {path} failed: {error.strerror or error}") from error
     finally:

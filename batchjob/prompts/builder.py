@@ -50,6 +50,7 @@ class PromptBuilder:
         self._tokenizer = tokenizer
         self._source = config.source
         self._chat = config.chat or config.system is not None
+        self._renders = self._chat or config.source.kind in ("messages", "any")
         self._guard_memory = guard_memory
         self._timer = limits.Timer(config.render_seconds)
         self._parts = parse_template(config.source.template)
@@ -57,9 +58,22 @@ class PromptBuilder:
         self._max_chars = max(_LONG_TEXT, config.max_model_len * tokenizer.max_token_chars)
         if (self._chat or config.source.kind == "messages") and not tokenizer.has_chat_template:
             raise UsageError(
-                "the model's tokenizer has no chat template: use an instruction-tuned model, or send text with --prompt "
-                "and without --chat, --system and --messages"
+                "the model's tokenizer has no chat template: use an instruction-tuned model, or send text with "
+                "--prompt and without --chat, --system and --messages"
             )
+        if self._renders:
+            self._probe()
+
+    def _probe(self) -> None:
+        """A template that cannot render one short turn in time would fail every row, slowly."""
+        try:
+            with self._timer.installed(), self._timer:
+                self._tokenizer.render_chat([{"role": "user", "content": "Hello"}])
+        except RenderTimeout:
+            limit = f"{self._config.render_seconds:g} s"
+            raise UsageError(f"the model's chat template takes longer than {limit} for one short message") from None
+        except (RenderError, MemoryError):
+            pass  # it may want other turns; each row finds out for itself
 
     def build(self, record: Record) -> Prompt:
         return self.build_many([record])[0]
@@ -68,7 +82,7 @@ class PromptBuilder:
         """One Prompt per record, in order."""
         jobs = [_Row(record) for record in records]
         with ExitStack() as stack:
-            if self._chat or self._source.kind in ("messages", "any"):
+            if self._renders:
                 stack.enter_context(self._timer.installed())
                 if self._guard_memory:
                     stack.enter_context(limits.memory_limit(limits.RENDER_MEMORY))
@@ -190,8 +204,8 @@ class PromptBuilder:
             return RowError("invalid_params", f"column {name!r}: {error}")
         for token in (*params.stop_token_ids, *(token for token, _ in params.logit_bias)):
             if token >= self._config.vocab_size:
-                message = f"column {name!r}: token id {token} is not below the vocabulary size {self._config.vocab_size}"
-                return RowError("invalid_params", message)
+                limit = f"the vocabulary size {self._config.vocab_size}"
+                return RowError("invalid_params", f"column {name!r}: token id {token} is not below {limit}")
         return params
 
     # -- text to tokens
@@ -247,7 +261,7 @@ class PromptBuilder:
             elif len(ids) >= limit:
                 job.error = self._too_long(job, f"{len(ids):,}")
         if job.error is not None:
-            return Prompt(job.record.row_index, [], None, job.error)
+            return Prompt(job.record.row_index, [], job.params, job.error)
         return Prompt(job.record.row_index, ids, job.params, None)
 
     def _cut(self, ids: list[int], params: SamplingParams) -> list[int]:

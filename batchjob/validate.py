@@ -1,0 +1,335 @@
+"""What `batchjob validate` finds out about a job's input without a model: one streaming pass, bounded memory, no torch.
+
+Rows go the way they go in a run: the same readers, templates, tokenizer and limits.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+from zlib import crc32
+
+from batchjob.errors import InputDataError
+from batchjob.feeder import FeederConfig, in_batches
+from batchjob.io.planner import PlanResult
+from batchjob.io.reader import InputReader
+from batchjob.prompts import PromptBuilder
+from batchjob.records import Prompt, Record
+from batchjob.tokenizer import Tokenizer, load_tokenizer
+
+MAX_EXAMPLES = 5
+_SHOWN_CHARS = 2000  # of the first prompt
+_SHOWN_TOKENS = 256
+
+
+@dataclass(slots=True)
+class InputReport:
+    """What `validate_input` found. `errors` maps an error type to its count and the first few messages."""
+
+    files: list[str]
+    columns: dict[str, str]
+    prompt: str
+    num_rows: int = 0
+    num_chunks: int = 0
+    num_bad_rows: int = 0
+    errors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    num_prompt_tokens: int = 0
+    token_lengths: dict[str, float] = field(default_factory=dict)  # min, median, mean, p90, p99, max
+    token_histogram: dict[str, int] = field(default_factory=dict)  # "64-127": prompts
+    shared_prefix_share: float = 0.0  # of the prompt tokens: full blocks that an earlier prompt begins with too
+    shared_prefix_exact: bool = True
+    num_rows_with_special_tokens: int = 0
+    special_token_examples: list[str] = field(default_factory=list)
+    id_column: str | None = None
+    num_duplicate_ids: int = 0  # rows whose id an earlier row has
+    duplicate_id_examples: list[dict[str, str]] = field(default_factory=list)  # id, first, again
+    num_missing_ids: int = 0
+    first_prompt_text: str | None = None
+    first_prompt_tokens: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    max_error_rate: float = 0.01
+
+    @property
+    def exit_code(self) -> int:
+        """65 where a run would end with it: too many bad rows, or all of them, or a damaged file."""
+        bad = self.num_bad_rows
+        too_many = bad > self.max_error_rate * self.num_rows or (bad > 0 and bad == self.num_rows)
+        return InputDataError.exit_code if too_many or "input_damaged" in self.errors else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "exit_code": self.exit_code}
+
+    def render(self) -> str:
+        """Lines for a terminal; control characters in the input's text are replaced."""
+        lines = [
+            f"{self.num_rows:,} rows in {len(self.files):,} file{'s' * (len(self.files) != 1)}, "
+            f"{self.num_chunks:,} chunk{'s' * (self.num_chunks != 1)}; prompt from {self.prompt}",
+            "columns: " + ", ".join(f"{name} ({kind})" for name, kind in self.columns.items()),
+            f"bad rows: {self.num_bad_rows:,}",
+        ]
+        for kind, found in self.errors.items():
+            lines.append(f"  {kind}: {found['count']:,}")
+            lines += [f"    {example}" for example in found["examples"]]
+        if self.token_lengths:
+            shown = ", ".join(f"{name} {value:,.4g}" for name, value in self.token_lengths.items())
+            lines.append(f"prompt tokens: {self.num_prompt_tokens:,} in all; {shown}")
+            most = max(self.token_histogram.values())
+            for bucket, count in self.token_histogram.items():
+                lines.append(f"  {bucket:>15} {count:>12,} {'#' * -(-40 * count // most)}")
+            exact = "" if self.shared_prefix_exact else " (at least)"
+            lines.append(f"shared prefixes: {self.shared_prefix_share:.1%} of the prompt tokens{exact}")
+        lines.append(f"rows whose text holds special tokens: {self.num_rows_with_special_tokens:,}")
+        lines += [f"  {example}" for example in self.special_token_examples]
+        if self.id_column is not None:
+            missing = f", {self.num_missing_ids:,} without one" if self.num_missing_ids else ""
+            lines.append(f"duplicate ids in {self.id_column!r}: {self.num_duplicate_ids:,}{missing}")
+            lines += [f"  {d['id']}: {d['first']} and {d['again']}" for d in self.duplicate_id_examples]
+        if self.first_prompt_tokens:
+            lines.append("first prompt, as text and as tokens:")
+            if self.first_prompt_text is not None:
+                lines.append("  | " + self.first_prompt_text.replace("\n", "\n  | "))
+            lines.append("  " + " ".join(map(repr, self.first_prompt_tokens)))
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        return printable("\n".join(lines))
+
+
+def validate_input(
+    result: PlanResult, config: FeederConfig, *, block_size: int = 16, max_error_rate: float = 0.01
+) -> InputReport:
+    """Reads, renders and tokenises every row of the plan and reports what a run would meet.
+
+    Raises what a run would raise before its first row (InputMissingError, InputDataError, UsageError).
+    """
+    source = config.prompt.source
+    report = InputReport(
+        files=[file.path for file in result.plan.files],
+        columns=dict(result.columns),
+        prompt=f"{source.kind} {source.template!r}"
+        if source.template
+        else f"{source.kind} {', '.join(source.columns)}",
+        num_chunks=len(result.plan.chunks),
+        id_column=source.id,
+        warnings=list(result.warnings),
+        max_error_rate=max_error_rate,
+    )
+    tokenizer = load_tokenizer(config.tokenizer)
+    builder = PromptBuilder(config.prompt, tokenizer)
+    reader = InputReader(result.plan, max_row_bytes=config.max_row_bytes)
+    lengths: Counter[int] = Counter()
+    prefixes = PrefixShare(block_size)
+    special = _SpecialTokens(tokenizer.special_tokens)
+    with DuplicateFinder() as ids:
+        for records in in_batches(_records(reader, result, source.read)):
+            for record, prompt in zip(records, builder.build_many(records), strict=True):
+                report.num_rows += 1
+                _note_row(report, record, prompt, special, source.columns)
+                if source.id is not None and record.fields.get(source.id) is not None:
+                    ids.add(json.dumps(record.fields[source.id], default=str), record.where)
+                elif source.id is not None:
+                    report.num_missing_ids += 1
+                if prompt.error is None:
+                    lengths[len(prompt.token_ids)] += 1
+                    prefixes.add(prompt.token_ids)
+                    if not report.first_prompt_tokens:
+                        _note_first(report, builder.prompt_text(record), prompt, tokenizer)
+        report.num_duplicate_ids, report.duplicate_id_examples = ids.result()
+    report.warnings += reader.warnings
+    reader.close()
+    report.num_prompt_tokens = sum(length * count for length, count in lengths.items())
+    report.token_lengths = length_summary(lengths)
+    report.token_histogram = length_histogram(lengths)
+    report.shared_prefix_share, report.shared_prefix_exact = prefixes.share, prefixes.exact
+    return report
+
+
+def _records(reader: InputReader, result: PlanResult, columns: Sequence[str]) -> Iterator[Record]:
+    for chunk in result.plan.chunks:
+        yield from reader.rows(chunk, columns)
+
+
+def _note_row(
+    report: InputReport, record: Record, prompt: Prompt, special: _SpecialTokens, columns: Sequence[str]
+) -> None:
+    error = prompt.error
+    if error is not None:
+        report.num_bad_rows += 1
+        found = report.errors.setdefault(error.type, {"count": 0, "examples": []})
+        found["count"] += 1
+        if len(found["examples"]) < MAX_EXAMPLES:
+            found["examples"].append(error.message)
+        return
+    token = special.find([record.fields.get(name) for name in columns])
+    if token is not None:
+        report.num_rows_with_special_tokens += 1
+        if len(report.special_token_examples) < MAX_EXAMPLES:
+            report.special_token_examples.append(f"{record.where}: {token}")
+
+
+def _note_first(report: InputReport, text: str | None, prompt: Prompt, tokenizer: Tokenizer) -> None:
+    if text is not None and len(text) > _SHOWN_CHARS:
+        text = text[:_SHOWN_CHARS] + "..."
+    report.first_prompt_text = text
+    shown = tokenizer.convert_ids_to_tokens(prompt.token_ids[:_SHOWN_TOKENS])
+    left = len(prompt.token_ids) - len(shown)
+    report.first_prompt_tokens = [*shown, f"... {left:,} more"] if left else shown
+
+
+def printable(text: str) -> str:
+    """Text from an input or a model, safe for a terminal: no control characters but newlines."""
+    return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text)
+
+
+def length_summary(lengths: Counter[int]) -> dict[str, float]:
+    """Minimum, median, mean, 90 and 99 per cent points (of the nearest rank) and maximum."""
+    total = sum(lengths.values())
+    if not total:
+        return {}
+    ordered = sorted(lengths.items())
+
+    def rank(share: float) -> int:
+        left = max(1, -(-share * total // 1))
+        for length, count in ordered:
+            left -= count
+            if left <= 0:
+                return length
+        return ordered[-1][0]
+
+    mean = sum(length * count for length, count in ordered) / total
+    return {
+        "min": ordered[0][0],
+        "median": rank(0.5),
+        "mean": round(mean, 2),
+        "p90": rank(0.9),
+        "p99": rank(0.99),
+        "max": ordered[-1][0],
+    }
+
+
+def length_histogram(lengths: Counter[int]) -> dict[str, int]:
+    """Prompts per power of two of their length, from the shortest to the longest, empty buckets included."""
+    if not lengths:
+        return {}
+    buckets: Counter[int] = Counter()
+    for length, count in lengths.items():
+        buckets[length.bit_length()] += count
+    shown = range(min(buckets), max(buckets) + 1)
+    return {f"{1 << bits >> 1}-{(1 << bits) - 1}": buckets[bits] for bits in shown}
+
+
+class PrefixShare:
+    """The share of prompt tokens in full blocks that an earlier prompt begins with too: what a prefix cache can save.
+
+    At most `max_blocks` different prefixes are remembered; beyond that the share is a lower bound (`exact` is False).
+    """
+
+    def __init__(self, block_size: int, *, max_blocks: int = 500_000) -> None:
+        self._block_size, self._max_blocks = block_size, max_blocks
+        self._seen: set[int] = set()
+        self._tokens = 0
+        self._shared = 0
+        self.exact = True
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        size, seen = self._block_size, self._seen
+        chain = 0
+        self._tokens += len(token_ids)
+        for start in range(0, len(token_ids) - size + 1, size):
+            chain = hash((chain, *token_ids[start : start + size]))
+            if chain in seen:
+                self._shared += size
+            elif len(seen) < self._max_blocks:
+                seen.add(chain)
+            else:
+                self.exact = False
+                return
+
+    @property
+    def share(self) -> float:
+        return self._shared / self._tokens if self._tokens else 0.0
+
+
+class DuplicateFinder:
+    """Finds keys that come more than once, exactly, in bounded memory.
+
+    Up to `in_memory` keys are held; then all go to 64 temporary files by checksum, read back one at a time. A key is
+    JSON text, so that 7 and "7" do not meet.
+    """
+
+    def __init__(self, *, in_memory: int = 200_000, num_files: int = 64) -> None:
+        self._in_memory, self._num_files = in_memory, num_files
+        self._keys: list[tuple[str, str]] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._files: list[IO[str]] = []
+
+    def __enter__(self) -> DuplicateFinder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files:
+            file.close()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def add(self, key: str, where: str) -> None:
+        self._keys.append((key, where))
+        if len(self._keys) >= self._in_memory:
+            self._spill()
+
+    def _spill(self) -> None:
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="batchjob-ids-")
+            names = [Path(self._folder.name) / str(index) for index in range(self._num_files)]
+            self._files = [name.open("w+", encoding="utf-8") for name in names]
+        for key, where in self._keys:
+            file = self._files[crc32(key.encode()) % self._num_files]
+            file.write(json.dumps([key, where]) + "\n")
+        self._keys.clear()
+
+    def result(self) -> tuple[int, list[dict[str, str]]]:
+        """Rows whose key an earlier row has, and the first few of them: {"id", "first", "again"}."""
+        if self._folder is None:
+            return _duplicates(self._keys)
+        self._spill()
+        total = 0
+        examples: list[dict[str, str]] = []
+        for file in self._files:
+            file.seek(0)
+            count, some = _duplicates(tuple(json.loads(line)) for line in file)
+            total += count
+            examples += some
+        return total, examples[:MAX_EXAMPLES]
+
+
+def _duplicates(keys: Iterable[tuple[str, ...]]) -> tuple[int, list[dict[str, str]]]:
+    first: dict[str, str] = {}
+    count = 0
+    examples: list[dict[str, str]] = []
+    for key, where in keys:
+        seen = first.setdefault(key, where)
+        if seen is not where:
+            count += 1
+            if len(examples) < MAX_EXAMPLES:
+                shown = key if len(key) <= 80 else key[:80] + "..."
+                examples.append({"id": shown, "first": seen, "again": where})
+    return count, examples
+
+
+class _SpecialTokens:
+    """Looks for the tokenizer's control tokens in the text of a row."""
+
+    def __init__(self, tokens: Sequence[str]) -> None:
+        longest_first = sorted((token for token in tokens if token), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def find(self, value: Any) -> str | None:
+        if isinstance(value, str):
+            match = self._pattern.search(value)
+            return match[0] if match else None
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        return next((found for item in items if (found := self.find(item)) is not None), None)
