@@ -1,0 +1,207 @@
+"""The commit of a chunk: from finished rows to a durable part, in the one order that loses nothing."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from batchjob import __version__
+from batchjob.errors import StorageError
+from batchjob.plan import Chunk
+from batchjob.store.context import StoreContext
+from batchjob.store.counts import Counts
+from batchjob.store.fsops import storage_error, storage_errors
+from batchjob.store.parts import BadPartError, ContentHash, PartInfo, count_rows, write_part
+from batchjob.store.publish import publish
+from batchjob.store.schema import OWN_COLUMNS, TOKEN_IDS
+
+Records = list[dict[str, Any]]  # log records of consecutive (row, sample) pairs, in order
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a commit gave. `counts` are those of the part that stands, ours if `won`, else that of a faster process."""
+
+    chunk_index: int
+    num_rows: int  # input rows of the chunk
+    counts: Counts  # output rows
+    won: bool
+
+
+def commit_chunk(
+    context: StoreContext,
+    chunk: Chunk,
+    batches: Callable[[], Iterable[Records]],
+    carried: pa.Table | None,
+) -> Committed:
+    """Writes, checks and publishes the part of a chunk, then removes its logs.
+
+    `batches` gives the chunk's records, sorted; it is called again if a first file fails. Raises StorageError, and
+    FileNotFoundError if a log that `batches` reads has gone.
+    """
+    layout, fs = context.layout, context.fs
+    target = layout.part(chunk.index)
+    tables = PartTables(context.manifest.arrow_schema, chunk, carried, with_token_ids=context.manifest.output_token_ids)
+    tmp, info = _write_checked(context, chunk, tables, batches)
+    with storage_errors("publishing", target):
+        won = publish(
+            fs,
+            context.manifest.link_method,
+            tmp,
+            target,
+            claim=layout.claims / f"{chunk.index:08d}.commit",
+            is_dead=context.is_dead,
+        )
+    if not won:
+        info = winner_of(context, chunk)
+    settle(context, chunk, tmp)
+    return Committed(chunk.index, chunk.num_rows, info.counts, won)
+
+
+def settle(context: StoreContext, chunk: Chunk, tmp: Path | None) -> None:
+    """Makes the published name durable, and only then removes what the part was made from."""
+    with storage_errors("syncing", context.layout.data):
+        context.fs.fsync_dir(context.layout.data)
+    with storage_errors("cleaning up after", context.layout.part(chunk.index)):
+        if tmp is not None:
+            context.fs.unlink_if_there(tmp)
+        context.remove_wal(chunk.index)
+
+
+def winner_of(context: StoreContext, chunk: Chunk) -> PartInfo:
+    """The footer of the part that another process published. Raises StorageError if that is no part of this job."""
+    path = context.layout.part(chunk.index)
+    try:
+        with storage_errors("reading", path):
+            return context.read_winner(chunk)
+    except BadPartError as error:
+        raise StorageError(
+            f"{path} is there already, but {error}. Finished rows are kept in the logs; run the same command again: it "
+            "moves the file to .batchjob/quarantine and goes on."
+        ) from error
+
+
+def _write_checked(
+    context: StoreContext,
+    chunk: Chunk,
+    tables: PartTables,
+    batches: Callable[[], Iterable[Records]],
+) -> tuple[Path, PartInfo]:
+    """A part under a temporary name: written, fsynced, read back. A file that fails is never tried again; a new one is,
+    once, unless the disk is full."""
+    for trial in range(2):
+        tmp = context.layout.part_tmp(chunk.index, context.attempt, trial=trial)
+        totals = _Totals()
+
+        def info(totals: _Totals = totals) -> PartInfo:
+            return PartInfo(
+                job_id=context.manifest.job_id,
+                fingerprint=context.manifest.fingerprint_digest,
+                chunk_index=chunk.index,
+                row_index=chunk.row_index,
+                num_rows=chunk.num_rows,
+                counts=totals.counts,
+                content_hash=totals.hash.hexdigest(),
+                writer=__version__,
+                attempt=context.attempt,
+            )
+
+        try:
+            written = write_part(context.fs, tmp, tables.schema, tables.make(batches(), totals), info)
+            if context.read_part_at(tmp, chunk) != written:
+                raise BadPartError("its footer is not what was written")
+            return tmp, written
+        except FileNotFoundError:
+            _drop(context, tmp)
+            raise
+        except (OSError, BadPartError) as error:
+            _drop(context, tmp)
+            failure = error if isinstance(error, OSError) else OSError(errno.EIO, f"read back: {error}")
+            if trial or failure.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise storage_error(failure, "writing", tmp) from error
+    raise AssertionError("unreachable")
+
+
+def _drop(context: StoreContext, path: Path) -> None:
+    """Removes a failed file if that is possible; it is swept later otherwise."""
+    try:
+        context.fs.unlink_if_there(path)
+    except OSError:
+        return
+
+
+class _Totals:
+    """What the footer says about the rows, gathered while they are written."""
+
+    def __init__(self) -> None:
+        self.counts = Counts()
+        self.hash = ContentHash()
+
+
+@dataclass(frozen=True, slots=True)
+class PartTables:
+    """Makes the tables of a part from log records and the carried columns."""
+
+    schema: pa.Schema
+    chunk: Chunk
+    carried: pa.Table | None
+    with_token_ids: bool
+
+    def __post_init__(self) -> None:
+        names = [name for name in self.schema.names if name not in OWN_COLUMNS]
+        if not names:
+            return
+        if self.carried is None or self.carried.num_rows != self.chunk.num_rows:
+            have = 0 if self.carried is None else self.carried.num_rows
+            raise ValueError(f"chunk {self.chunk.index} has {self.chunk.num_rows} rows, its carried columns {have}")
+        for name in names:
+            have, want = self.carried.schema.field(name).type, self.schema.field(name).type
+            if have != want:
+                raise ValueError(f"carried column {name!r} is of type {have}, the job's schema says {want}")
+
+    def make(self, batches: Iterable[Records], totals: _Totals) -> Iterator[pa.Table]:
+        for records in batches:
+            columns = _columns(records, self.with_token_ids)
+            count_rows(totals.counts, columns)
+            totals.hash.update(columns)
+            carried = self._carried_of(columns["row_index"])
+            arrays = [
+                pa.array(columns[field.name], field.type) if field.name in columns else carried[field.name]
+                for field in self.schema
+            ]
+            yield pa.Table.from_arrays(arrays, schema=self.schema)
+
+    def _carried_of(self, rows: list[int]) -> Mapping[str, pa.ChunkedArray]:
+        """The carried columns of these rows, which are in order and may repeat."""
+        if self.carried is None:
+            return {}
+        first = self.chunk.row_index
+        if len(set(rows)) == len(rows) == rows[-1] - rows[0] + 1:
+            table = self.carried.slice(rows[0] - first, len(rows))
+        else:
+            table = self.carried.take(pa.array([row - first for row in rows], pa.int64()))
+        return {name: table.column(name) for name in table.column_names}
+
+
+def _columns(records: Records, with_token_ids: bool) -> dict[str, list[Any]]:
+    """The columns of ours, by name."""
+    errors = [record.get("error") or (None, None) for record in records]
+    columns = {
+        "row_index": [record["row"] for record in records],
+        "sample_index": [record["sample"] for record in records],
+        "status": ["ok" if kind is None else "error" for kind, _ in errors],
+        "output": [record["text"] for record in records],
+        "finish_reason": [record["finish"] for record in records],
+        "num_prompt_tokens": [record["prompt_tokens"] for record in records],
+        "num_output_tokens": [record["output_tokens"] for record in records],
+        "error_type": [kind for kind, _ in errors],
+        "error_message": [message for _, message in errors],
+    }
+    if with_token_ids:
+        columns[TOKEN_IDS.name] = [record["token_ids"] for record in records]
+    return columns

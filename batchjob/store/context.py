@@ -1,0 +1,78 @@
+"""What the pieces of an open store share."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from batchjob.plan import Chunk
+from batchjob.store.attempts import is_alive, read_attempt
+from batchjob.store.fsops import FsOps
+from batchjob.store.layout import Layout
+from batchjob.store.manifest import Manifest
+from batchjob.store.parts import PartInfo, check_expected, read_info
+
+# Finished rows of open chunks that are kept in memory; past it a row is an offset in its log.
+DEFAULT_MEMORY_LIMIT = 32 * 2**20
+
+
+@dataclass(slots=True)
+class MemoryBudget:
+    """Bytes of finished rows that all open chunks of a store hold, and may hold."""
+
+    limit: int = DEFAULT_MEMORY_LIMIT
+    used: int = 0
+
+    def take(self, size: int) -> bool:
+        if self.used + size > self.limit:
+            return False
+        self.used += size
+        return True
+
+    def give_back(self, size: int) -> None:
+        self.used -= size
+
+
+@dataclass(frozen=True, slots=True)
+class StoreContext:
+    """Where and as whom a store works. `patience` is how long a file is waited for that another process is known to
+    have made: the caches of a network file system may hide it for a while."""
+
+    fs: FsOps
+    layout: Layout
+    manifest: Manifest
+    attempt: str
+    memory: MemoryBudget = field(default_factory=MemoryBudget)
+    patience: float = 60.0  # seconds
+
+    def read_part(self, chunk: Chunk) -> PartInfo:
+        """The footer of a chunk's part, checked. Raises BadPartError, or OSError (FileNotFoundError: there is none)."""
+        return self.read_part_at(self.layout.part(chunk.index), chunk)
+
+    def read_part_at(self, path: Path, chunk: Chunk) -> PartInfo:
+        """The same for a file that has not its final name."""
+        info = read_info(self.fs, path)
+        check_expected(info, job_id=self.manifest.job_id, fingerprint=self.manifest.fingerprint_digest, chunk=chunk)
+        return info
+
+    def read_winner(self, chunk: Chunk) -> PartInfo:
+        """The footer of a part that is known to exist. Raises BadPartError or OSError."""
+        deadline = time.monotonic() + self.patience
+        delay = 0.05
+        while True:
+            try:
+                return self.read_part(chunk)
+            except FileNotFoundError:
+                if time.monotonic() + delay > deadline:
+                    raise
+            time.sleep(delay)
+            delay = min(2 * delay, 5.0)
+
+    def is_dead(self, attempt: str) -> bool:
+        """Whether an attempt is known to be over. False if that cannot be told from here."""
+        return is_alive(read_attempt(self.fs, self.layout.attempt(attempt))) is False
+
+    def remove_wal(self, chunk_index: int) -> None:
+        """Removes a chunk's logs. Only after its part is durable. Raises OSError."""
+        self.fs.remove_tree(self.layout.chunk_wal(chunk_index))

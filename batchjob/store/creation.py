@@ -1,0 +1,108 @@
+"""Making an output directory, by any number of processes at once: the state directory appears whole or not at all.
+
+Each builds a complete state directory under a name of its own and renames it to `.batchjob`, which works for one of
+them only, since a directory that is not empty cannot be replaced. The others drop theirs and load the winner's.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+from pathlib import Path
+
+from batchjob.errors import OutputCreateError, StorageError, UsageError
+from batchjob.plan import Plan
+from batchjob.store.attempts import attempt_record, is_alive, read_attempt
+from batchjob.store.fsops import FsOps, create_errors, storage_errors
+from batchjob.store.layout import Layout, chunk_of_part
+from batchjob.store.manifest import Manifest
+from batchjob.store.planfile import plan_from_bytes, plan_to_bytes
+from batchjob.store.publish import probe
+
+_UNFINISHED = ".batchjob.new-"
+
+
+def create_output(fs: FsOps, output: Path, manifest: Manifest, plan: Plan, attempt: str) -> None:
+    """Makes `output`, unless it holds a job already. Raises OutputCreateError or StorageError."""
+    layout = Layout(output)
+    with create_errors(output):
+        if exists(fs, output):
+            return
+        fs.ensure_dirs(output)
+        fs.ensure_dir(layout.data)
+        _refuse_foreign_parts(fs, layout)
+        _sweep(fs, output)
+        new = Layout(output, state_name=_UNFINISHED + attempt)
+        _build(fs, new, manifest, plan, attempt)
+        try:
+            fs.rename(new.state, layout.state)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOENT) and not exists(fs, output):
+                raise
+            fs.remove_tree(new.state)
+            if not exists(fs, output):
+                raise OutputCreateError(
+                    f"{layout.state} exists, but holds no job.json. Remove it, or choose another --output."
+                ) from None
+        fs.fsync_dir(output)
+
+
+def load_output(fs: FsOps, output: Path) -> tuple[Manifest, Plan]:
+    """The job that an output directory holds. Raises UsageError if there is none, StorageError if it is damaged."""
+    layout = Layout(output)
+    try:
+        with storage_errors("reading", layout.manifest):
+            manifest = Manifest.from_bytes(fs.read_file(layout.manifest), source=str(layout.manifest))
+    except StorageError as error:
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            raise UsageError(f"{output} is no output directory of batchjob: it has no .batchjob/job.json") from None
+        raise
+    with storage_errors("reading", layout.plan):
+        data = fs.read_file(layout.plan)
+    if hashlib.sha256(data).hexdigest() != manifest.plan_digest:
+        raise StorageError(
+            f"{layout.plan} is damaged: its checksum is not the one in job.json. Restore it from a copy."
+        )
+    return manifest, plan_from_bytes(data)
+
+
+def exists(fs: FsOps, output: Path) -> bool:
+    try:
+        return fs.exists(Layout(output).manifest)
+    except NotADirectoryError:
+        return False
+
+
+def _build(fs: FsOps, new: Layout, manifest: Manifest, plan: Plan, attempt: str) -> None:
+    """A complete, durable state directory. The attempt's own record comes first: it tells whose this is, if we die."""
+    fs.mkdir(new.state)
+    fs.mkdir(new.attempts)
+    fs.write_file(new.attempt(attempt), attempt_record({}))
+    for path in new.directories:
+        if path != new.attempts:
+            fs.mkdir(path)
+    method = probe(fs, new.tmp, new.quarantine)
+    plan_bytes = plan_to_bytes(plan)
+    fs.write_file(new.plan, plan_bytes)
+    manifest = manifest.with_setup(link_method=method, plan_digest=hashlib.sha256(plan_bytes).hexdigest())
+    fs.write_file(new.manifest, manifest.to_bytes())
+    for path in (*new.directories, new.state):
+        fs.fsync_dir(path)
+
+
+def _refuse_foreign_parts(fs: FsOps, layout: Layout) -> None:
+    """Parts without their state cannot be gone on with; writing beside them would mix two jobs."""
+    if any(chunk_of_part(name) is not None for name in fs.listdir(layout.data)) and not exists(fs, layout.root):
+        raise OutputCreateError(
+            f"{layout.data} holds parts, but {layout.state} is gone: the job cannot be resumed. The parts can be "
+            "read as they are; choose another --output."
+        )
+
+
+def _sweep(fs: FsOps, output: Path) -> None:
+    """Removes the unfinished state directories of processes that are known to be dead."""
+    for name in fs.listdir(output):
+        if name.startswith(_UNFINISHED):
+            record = Layout(output, state_name=name).attempt(name.removeprefix(_UNFINISHED))
+            if is_alive(read_attempt(fs, record)) is False:
+                fs.remove_tree(output / name)

@@ -1,0 +1,273 @@
+"""Every file operation of the store, as one object.
+
+Nothing else in `store` touches the file system, so a test that replaces this object can fail or crash the k-th
+operation for every k. The first group of methods are single operations and raise OSError; the second are made of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from batchjob.errors import OutputCreateError, StorageError
+
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+_DRAIN_BYTES = 1 << 20
+
+# What a directory fsync answers where the file system has no such thing; its directories are then durable or not
+# without our doing.
+_NO_DIRECTORY_FSYNC = (errno.EINVAL, errno.ENOTSUP)
+
+
+class FsOps:
+    """The real file system. Paths are absolute; files are created with O_EXCL only, never opened for truncation."""
+
+    def create(self, path: Path) -> int:
+        """Creates a file for appending and returns its descriptor; FileExistsError if the name is taken."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
+
+    def write(self, fd: int, data: bytes | memoryview) -> int:
+        return os.write(fd, data)
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def fdatasync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def link(self, source: Path, target: Path) -> None:
+        """Gives a file a second name; FileExistsError if that is taken. Atomic."""
+        os.link(source, target)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Replaces a file that is there; a directory is replaced only if it is empty. Atomic."""
+        os.rename(source, target)
+
+    def rename_noreplace(self, source: Path, target: Path) -> None:
+        """Renames, or raises FileExistsError; OSError(ENOSYS or EINVAL) where kernel or file system cannot."""
+        call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+        if call is None:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(target))
+        if call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(target))
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def mkdir(self, path: Path) -> None:
+        os.mkdir(path)
+
+    def rmdir(self, path: Path) -> None:
+        os.rmdir(path)
+
+    def fsync_dir(self, path: Path) -> None:
+        """Makes the names in a directory durable."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in _NO_DIRECTORY_FSYNC:
+                raise
+        finally:
+            os.close(fd)
+
+    def listdir(self, path: Path) -> list[str]:
+        return os.listdir(path)
+
+    def stat(self, path: Path) -> os.stat_result:
+        return os.stat(path)
+
+    def access(self, path: Path) -> bool:
+        """Whether this process may write into a directory."""
+        return os.access(path, os.W_OK | os.X_OK)
+
+    def open_read(self, path: Path) -> BinaryIO:
+        return open(path, "rb")
+
+    # -- made of the above
+
+    def write_all(self, fd: int, data: bytes | memoryview) -> None:
+        """Writes everything: a write may be short, and the rest then follows."""
+        view = memoryview(data)
+        while view:
+            view = view[self.write(fd, view) :]
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        """A new file with this content, on disk when the call returns; its name is not durable yet."""
+        fd = self.create(path)
+        try:
+            self.write_all(fd, data)
+            self.fsync(fd)
+        finally:
+            self.close(fd)
+
+    def replace_file(self, path: Path, data: bytes, *, via: Path) -> None:
+        """Puts new content under a name that may be taken, by way of the unused name `via`."""
+        self.write_file(via, data)
+        self.rename(via, path)
+        self.fsync_dir(path.parent)
+
+    def read_file(self, path: Path) -> bytes:
+        with self.open_read(path) as file:
+            return file.read()
+
+    def exists(self, path: Path) -> bool:
+        try:
+            self.stat(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def ensure_dir(self, path: Path) -> None:
+        """Makes one directory, if it is not there, and its name durable (whoever made it may have died before that)."""
+        try:
+            self.mkdir(path)
+        except FileExistsError:
+            if not stat.S_ISDIR(self.stat(path).st_mode):
+                raise
+        self.fsync_dir(path.parent)
+
+    def ensure_dirs(self, path: Path) -> None:
+        """Makes a directory with all its parents."""
+        if not self.exists(path):
+            if path.parent != path:
+                self.ensure_dirs(path.parent)
+            self.ensure_dir(path)
+
+    def remove_tree(self, path: Path) -> None:
+        """Removes a directory with what is in it; what another process removes meanwhile is no error."""
+        try:
+            names = self.listdir(path)
+        except FileNotFoundError:
+            return
+        except NotADirectoryError:
+            self.unlink_if_there(path)
+            return
+        for name in names:
+            self.remove_tree(path / name)
+        try:
+            self.rmdir(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                raise
+
+    def unlink_if_there(self, path: Path) -> None:
+        try:
+            self.unlink(path)
+        except FileNotFoundError:
+            return
+
+
+class Sink:
+    """A file object for pyarrow that writes through an FsOps. `finish` fsyncs; `abandon` closes without a word.
+
+    Small writes are joined. After `abandon` writes are swallowed: a Parquet writer that dies by an exception still
+    writes its footer when it is collected, and must not touch a descriptor that may be another file's by then.
+    """
+
+    def __init__(self, fs: FsOps, path: Path) -> None:
+        self._fs = fs
+        self._fd = fs.create(path)
+        self._pending = bytearray()
+        self._size = 0
+        self.closed = False
+
+    def write(self, data: bytes) -> int:
+        if not self.closed:
+            self._pending += data
+            self._size += len(data)
+            if len(self._pending) >= _DRAIN_BYTES:
+                self._drain()
+        return len(data)
+
+    def _drain(self) -> None:
+        pending, self._pending = self._pending, bytearray()
+        self._fs.write_all(self._fd, bytes(pending))
+
+    def tell(self) -> int:
+        return self._size
+
+    def flush(self) -> None:
+        """Nothing: `finish` is what makes the file durable."""
+
+    def close(self) -> None:
+        """Nothing: pyarrow closes at odd times; `finish` and `abandon` do."""
+
+    def finish(self) -> int:
+        """Writes what is left, fsyncs, closes, and returns the size in bytes. Raises OSError; abandon it then."""
+        self._drain()
+        self._fs.fsync(self._fd)
+        self.closed = True
+        self._fs.close(self._fd)
+        return self._size
+
+    def abandon(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._fs.close(self._fd)
+
+
+def storage_error(error: OSError, action: str, path: Path) -> StorageError:
+    """The error that the user sees: what failed, where, and what to do."""
+    reason = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = "the disk is full" if error.errno == errno.ENOSPC else "the disk quota is used up"
+        return StorageError(
+            f"{what}: {action} {path} failed ({reason}; {_free_space(path)}). Make room and run the same command "
+            "again; finished rows are kept."
+        )
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return StorageError(f"{action} {path} failed ({reason}). Check the permissions and run the same command again.")
+    if error.errno == errno.ENOENT:
+        return StorageError(
+            f"{action} {path} failed ({reason}). Was the output directory moved or deleted during the run? Put it back "
+            "and run the same command again."
+        )
+    return StorageError(
+        f"{action} {path} failed ({reason}). Check the disk or file server and run the same command again; finished "
+        "rows are kept."
+    )
+
+
+@contextmanager
+def storage_errors(action: str, path: Path) -> Iterator[None]:
+    """Turns OSError into StorageError."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(error, action, path) from error
+
+
+@contextmanager
+def create_errors(path: Path) -> Iterator[None]:
+    """Turns OSError into OutputCreateError while an output directory is set up (a full disk stays StorageError)."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise storage_error(error, "setting up", path) from error
+        raise OutputCreateError(
+            f"the output directory {path} cannot be set up ({error.strerror or error}"
+            f"{f': {error.filename}' if error.filename else ''}). Check its permissions or choose another --output."
+        ) from error
+
+
+def _free_space(path: Path) -> str:
+    for place in (path, *path.parents):
+        try:
+            return f"{shutil.disk_usage(place).free / 2**20:,.0f} MiB free"
+        except OSError:
+            continue
+    return "free space unknown"

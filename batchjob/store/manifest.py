@@ -1,0 +1,148 @@
+"""`job.json`: what a job is. Written once, when the output directory is created; every later run is held against it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+
+from batchjob import __version__
+from batchjob.errors import ConfigMismatchError, StorageError
+from batchjob.plan import Plan
+from batchjob.store.schema import output_schema
+
+FORMAT_VERSION = 1
+_ABSENT = "(not set)"
+_MAX_SHOWN = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """`fingerprint` holds everything that changes results, as JSON values; the other settings are a record only.
+
+    `link_method` (how a part is published, see `publish`) and `plan_digest` are filled in when the directory is made.
+    """
+
+    job_id: str
+    spec: Mapping[str, Any]  # as the user gave it
+    resolved: Mapping[str, Any]  # what came out of it: model revision, sampling defaults, ...
+    fingerprint: Mapping[str, Any]
+    schema: bytes  # of the parts, as a serialized Arrow schema
+    num_samples: int  # output rows per input row, where the row's own params do not say otherwise
+    output_token_ids: bool
+    writer: str  # version of batchjob that created the job
+    link_method: str = ""
+    plan_digest: str = ""
+    format_version: int = FORMAT_VERSION
+
+    @classmethod
+    def new(
+        cls,
+        plan: Plan,
+        *,
+        spec: Mapping[str, Any],
+        resolved: Mapping[str, Any],
+        fingerprint: Mapping[str, Any],
+        num_samples: int = 1,
+        output_token_ids: bool = False,
+    ) -> Manifest:
+        """The manifest of a new job. Raises UsageError if a carried column has the name of one of ours."""
+        return cls(
+            job_id=uuid.uuid4().hex,
+            spec=_plain(spec),
+            resolved=_plain(resolved),
+            fingerprint=_plain(fingerprint),
+            schema=output_schema(plan, output_token_ids=output_token_ids).serialize().to_pybytes(),
+            num_samples=num_samples,
+            output_token_ids=output_token_ids,
+            writer=__version__,
+        )
+
+    @property
+    def arrow_schema(self) -> pa.Schema:
+        return pa.ipc.read_schema(pa.BufferReader(self.schema))
+
+    @property
+    def fingerprint_digest(self) -> str:
+        """What the footers of parts hold."""
+        return hashlib.sha256(_canonical(self.fingerprint).encode()).hexdigest()[:32]
+
+    def diff(self, other: Manifest) -> list[str]:
+        """How `other`, the job asked for now, differs from this one, the job that is there: `name: old → new` lines.
+
+        Empty if the two may share an output directory.
+        """
+        old, new = dict(_flatten(self.fingerprint)), dict(_flatten(other.fingerprint))
+        lines = [
+            f"{name}: {_show(old, name)} → {_show(new, name)}"
+            for name in sorted(old.keys() | new.keys())
+            if _canonical(old.get(name, _ABSENT)) != _canonical(new.get(name, _ABSENT))
+        ]
+        for name, mine, theirs in (
+            ("num_samples", self.num_samples, other.num_samples),
+            ("output_token_ids", self.output_token_ids, other.output_token_ids),
+        ):
+            if mine != theirs and name not in old:
+                lines.append(f"{name}: {mine} → {theirs}")
+        return lines
+
+    def with_setup(self, *, link_method: str, plan_digest: str) -> Manifest:
+        return replace(self, link_method=link_method, plan_digest=plan_digest)
+
+    def to_bytes(self) -> bytes:
+        data = asdict(self)
+        data["schema"] = base64.b64encode(self.schema).decode()
+        # For the reader of job.json only; `schema` is what counts.
+        data["columns"] = {field.name: str(field.type) for field in self.arrow_schema}
+        return json.dumps(data, indent=1, ensure_ascii=False, sort_keys=True).encode("utf-8", "surrogatepass") + b"\n"
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, source: str) -> Manifest:
+        """Raises ConfigMismatchError for a newer format and StorageError for a damaged file."""
+        try:
+            values = json.loads(data.decode("utf-8", "surrogatepass"))
+            version = values["format_version"]
+            if version > FORMAT_VERSION:
+                raise ConfigMismatchError(
+                    f"{source} was written in format {version}, by batchjob {values.get('writer') or '?'}; this one "
+                    f"knows formats up to {FORMAT_VERSION}. Use a newer batchjob."
+                )
+            values.pop("columns", None)
+            values["schema"] = base64.b64decode(values["schema"])
+            return cls(**values)
+        except (ValueError, KeyError, TypeError) as error:
+            raise StorageError(
+                f"{source} is damaged ({error}). Restore it from a copy; without it the parts in data/ can be read but "
+                "the job cannot go on."
+            ) from error
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as JSON gives them back, so that a tuple equals the list it becomes."""
+    plain: dict[str, Any] = json.loads(json.dumps(dict(values)))
+    return plain
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _show(values: Mapping[str, Any], name: str) -> str:
+    if name not in values:
+        return _ABSENT
+    text = json.dumps(values[name], ensure_ascii=False)
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…"

@@ -1,0 +1,240 @@
+"""Parts: the immutable Parquet files in OUT/data. Writing one under a temporary name, and checking one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchjob.errors import ConfigMismatchError
+from batchjob.plan import Chunk
+from batchjob.records import Completion, RowError
+from batchjob.store.counts import Counts
+from batchjob.store.fsops import FsOps, Sink
+from batchjob.store.schema import GENERATED, PLACE, TOKEN_IDS
+from batchjob.store.wal import encode_record
+
+PART_VERSION = 1
+_PREFIX = "batchjob."
+
+
+class BadPartError(Exception):
+    """A file that is no valid part of this job; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartInfo:
+    """What the footer of a part says about it. `rows` are the chunk's input rows; `counts` are output rows."""
+
+    job_id: str
+    fingerprint: str
+    chunk_index: int
+    row_index: int
+    num_rows: int
+    counts: Counts
+    content_hash: str  # of the generated columns, see ContentHash
+    writer: str
+    attempt: str
+
+    def to_metadata(self) -> dict[str, str]:
+        values: dict[str, Any] = {
+            "part_version": PART_VERSION,
+            "job_id": self.job_id,
+            "fingerprint": self.fingerprint,
+            "chunk": self.chunk_index,
+            "row_index": self.row_index,
+            "num_rows": self.num_rows,
+            "counts": json.dumps(self.counts.to_json()),
+            "content_hash": self.content_hash,
+            "writer": self.writer,
+            "attempt": self.attempt,
+        }
+        return {_PREFIX + name: str(value) for name, value in values.items()}
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[bytes, bytes]) -> PartInfo:
+        """Raises BadPartError if the keys are not there or not understood."""
+
+        def get(name: str) -> str:
+            return metadata[(_PREFIX + name).encode()].decode()
+
+        try:
+            if int(get("part_version")) > PART_VERSION:
+                raise ConfigMismatchError(
+                    f"a part was written in a newer format, by batchjob {get('writer')}. Use that version."
+                )
+            return cls(
+                job_id=get("job_id"),
+                fingerprint=get("fingerprint"),
+                chunk_index=int(get("chunk")),
+                row_index=int(get("row_index")),
+                num_rows=int(get("num_rows")),
+                counts=Counts.from_json(json.loads(get("counts"))),
+                content_hash=get("content_hash"),
+                writer=get("writer"),
+                attempt=get("attempt"),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadPartError(f"its footer is not that of a part ({error!r})") from error
+
+
+class ContentHash:
+    """BLAKE2b over the generated fields of the output rows in order, in the form of log records.
+
+    It does not depend on how a Parquet writer lays out a file, so it can be checked against any copy of the rows.
+    """
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def update(self, columns: Mapping[str, list[Any]]) -> None:
+        """Adds rows, given as lists of column values. How many samples a row has is no part of it."""
+        token_ids = columns.get("output_token_ids")
+        lines = []
+        for i, (row, sample) in enumerate(zip(columns["row_index"], columns["sample_index"], strict=True)):
+            kind = columns["error_type"][i]
+            line = encode_record(
+                Completion(
+                    row_index=row,
+                    sample_index=sample,
+                    num_prompt_tokens=columns["num_prompt_tokens"][i],
+                    token_ids=token_ids[i] if token_ids else [],
+                    text=columns["output"][i],
+                    finish_reason=columns["finish_reason"][i],
+                    error=None if kind is None else RowError(kind, columns["error_message"][i]),
+                ),
+                0,
+                with_token_ids=token_ids is not None,
+                num_output_tokens=columns["num_output_tokens"][i],
+            )
+            lines.append(line + b"\n")
+        self._hash.update(b"".join(lines))
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()
+
+
+def write_part(
+    fs: FsOps, path: Path, schema: pa.Schema, tables: Iterable[pa.Table], info: Callable[[], PartInfo]
+) -> PartInfo:
+    """Writes and fsyncs one part under a temporary name. `info` is asked after the last table.
+
+    Each table becomes a row group, so memory is bounded by the largest. Raises OSError; the file is then garbage.
+    """
+    sink = Sink(fs, path)
+    try:
+        with pq.ParquetWriter(sink, schema, version="2.6", compression="zstd", write_page_checksum=True) as writer:
+            for table in tables:
+                if table.num_rows:
+                    writer.write_table(table, row_group_size=table.num_rows)
+            result = info()
+            writer.add_key_value_metadata(result.to_metadata())
+        size = sink.finish()
+        if fs.stat(path).st_size != size:
+            raise OSError(f"{path} has {fs.stat(path).st_size} bytes on disk, not the {size} written")
+        return result
+    finally:
+        sink.abandon()
+
+
+def read_info(fs: FsOps, path: Path) -> PartInfo:
+    """The footer of a part, checked against the file's own row count. Raises BadPartError, or OSError."""
+    with fs.open_read(path) as file:
+        try:
+            metadata = pq.read_metadata(file)
+        except (pa.ArrowException, OSError, EOFError) as error:
+            # pyarrow reports damage of the file as OSError too; those of the file system carry a number.
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise BadPartError(f"it is no readable Parquet file ({error})") from error
+        info = PartInfo.from_metadata(metadata.metadata or {})
+        if metadata.num_rows != info.counts.num_rows:
+            raise BadPartError(f"it has {metadata.num_rows} rows, its footer counts {info.counts.num_rows}")
+        low, high = _row_range(metadata)
+        if (
+            low is not None
+            and high is not None
+            and (low != info.row_index or high != info.row_index + info.num_rows - 1)
+        ):
+            raise BadPartError(f"it holds rows {low} to {high}, its footer says {info.row_index} and {info.num_rows}")
+    return info
+
+
+def _row_range(metadata: pq.FileMetaData) -> tuple[int | None, int | None]:
+    """The smallest and largest row_index by the statistics of the row groups."""
+    low: int | None = None
+    high: int | None = None
+    for i in range(metadata.num_row_groups):
+        statistics = metadata.row_group(i).column(0).statistics
+        if statistics is None or not statistics.has_min_max:
+            return None, None
+        low = statistics.min if low is None else min(low, statistics.min)
+        high = statistics.max if high is None else max(high, statistics.max)
+    return low, high
+
+
+def check_expected(info: PartInfo, *, job_id: str, fingerprint: str, chunk: Chunk) -> None:
+    """Raises BadPartError unless the footer is of this job and this chunk."""
+    if info.job_id != job_id:
+        raise BadPartError(f"it belongs to another job ({info.job_id})")
+    if info.fingerprint != fingerprint:
+        raise BadPartError("it was made with other settings")
+    have = (info.chunk_index, info.row_index, info.num_rows)
+    want = (chunk.index, chunk.row_index, chunk.num_rows)
+    if have != want:
+        raise BadPartError(f"it holds chunk {have[0]} with {have[2]} rows from {have[1]}, not chunk {want}")
+    if info.counts.num_rows < chunk.num_rows:
+        raise BadPartError(f"it has {info.counts.num_rows} rows for {chunk.num_rows} input rows")
+
+
+def read_tables(fs: FsOps, path: Path, info: PartInfo) -> Iterator[pa.Table]:
+    """The rows of a part, a row group at a time, with page checksums checked. Raises BadPartError at the end unless
+    they were those that the footer promises: every row once, in order, with the hash of its generated columns.
+    """
+    content, counts = ContentHash(), Counts()
+    last = (info.row_index - 1, -1)
+    with fs.open_read(path) as file:
+        try:
+            part = pq.ParquetFile(file, page_checksum_verification=True)
+            for group in range(part.num_row_groups):
+                table = part.read_row_group(group)
+                columns = {
+                    name: table.column(name).to_pylist()
+                    for name in (*PLACE.names, *GENERATED.names, TOKEN_IDS.name)
+                    if name in table.column_names
+                }
+                last = _follow(last, columns["row_index"], columns["sample_index"])
+                count_rows(counts, columns)
+                content.update(columns)
+                yield table
+        except (pa.ArrowException, OSError, EOFError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise BadPartError(str(error)) from error
+    if last[0] != info.row_index + info.num_rows - 1 or counts != info.counts:
+        raise BadPartError(f"it holds other rows than its footer counts: {counts.num_rows} of {info.counts.num_rows}")
+    if content.hexdigest() != info.content_hash:
+        raise BadPartError("its rows do not have the hash in its footer")
+
+
+def _follow(last: tuple[int, int], rows: list[int], samples: list[int]) -> tuple[int, int]:
+    """The last (row, sample), if each follows the one before without gap or repeat. Raises BadPartError."""
+    for row, sample in zip(rows, samples, strict=True):
+        if not ((row == last[0] and sample == last[1] + 1) or (row == last[0] + 1 and sample == 0)):
+            raise BadPartError(f"row {row}, sample {sample} comes after row {last[0]}, sample {last[1]}")
+        last = (row, sample)
+    return last
+
+
+def count_rows(counts: Counts, columns: Mapping[str, list[Any]]) -> None:
+    """Adds rows, given as lists of column values."""
+    for kind, prompt, output in zip(
+        columns["error_type"], columns["num_prompt_tokens"], columns["num_output_tokens"], strict=True
+    ):
+        counts.add_row(kind, prompt, output)

@@ -1,0 +1,91 @@
+"""The columns of the output: the row's place, what is carried from the input, what was generated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchjob.errors import InputDataError, UsageError
+from batchjob.plan import Plan
+
+PLACE = pa.schema(
+    [
+        pa.field("row_index", pa.int64(), nullable=False),  # ordinal over all input files
+        pa.field("sample_index", pa.int32(), nullable=False),
+    ]
+)
+GENERATED = pa.schema(
+    [
+        pa.field("status", pa.string(), nullable=False),  # "ok" or "error"
+        pa.field("output", pa.string()),
+        pa.field("finish_reason", pa.string()),
+        pa.field("num_prompt_tokens", pa.int32(), nullable=False),
+        pa.field("num_output_tokens", pa.int32(), nullable=False),
+        pa.field("error_type", pa.string()),
+        pa.field("error_message", pa.string()),
+    ]
+)
+TOKEN_IDS = pa.field("output_token_ids", pa.list_(pa.int32()))
+OWN_COLUMNS = (*PLACE.names, *GENERATED.names, TOKEN_IDS.name)
+
+# Marks a carried column that holds the JSON text of each value.
+JSON_MARK = {b"batchjob.json": b"true"}
+# File metadata of the input that would be wrong for the output: pandas' describes the columns and index of another
+# table, and ARROW:schema is made anew by the writer.
+_DROPPED_METADATA = (b"pandas", b"ARROW:schema")
+
+
+def check_column_names(names: Iterable[str]) -> None:
+    """Raises UsageError if a carried column has the name of one of ours, or a name comes twice."""
+    names = list(names)
+    clashes = [name for name in names if name in OWN_COLUMNS]
+    if clashes:
+        rest = ",".join(name for name in names if name not in OWN_COLUMNS) or "none"
+        shown = ", ".join(repr(name) for name in clashes)
+        raise UsageError(
+            f"the output has columns of its own named {shown}, as the input has. Leave the input's out with "
+            f"--keep-columns {rest!r}, or rename them in the input."
+        )
+    doubles = sorted({name for name in names if names.count(name) > 1})
+    if doubles:
+        raise UsageError(f"the input has several columns named {', '.join(map(repr, doubles))}; rename them")
+
+
+def output_schema(plan: Plan, *, output_token_ids: bool) -> pa.Schema:
+    """The schema of every part of a job. Raises UsageError on a clash of names."""
+    carried = carried_schema(plan)
+    check_column_names(carried.names)
+    for field in carried:
+        _check_storable(field)
+    fields = [*PLACE, *carried, *GENERATED]
+    if output_token_ids:
+        fields.append(TOKEN_IDS)
+    kept = {key: value for key, value in (carried.metadata or {}).items() if key not in _DROPPED_METADATA}
+    return pa.schema(fields, metadata=kept or None)
+
+
+def carried_schema(plan: Plan) -> pa.Schema:
+    """The carried columns of a plan; those that hold JSON text are marked."""
+    if not plan.arrow_schema:
+        return pa.schema([])
+    schema = pa.ipc.read_schema(pa.BufferReader(plan.arrow_schema))
+    fields = [
+        field.with_metadata({**(field.metadata or {}), **JSON_MARK})
+        if plan.columns.get(field.name) == "json"
+        else field
+        for field in schema
+    ]
+    return pa.schema(fields, metadata=schema.metadata)
+
+
+def _check_storable(field: pa.Field) -> None:
+    """A type that Parquet cannot hold is found before anything is generated."""
+    try:
+        pq.write_table(pa.schema([field]).empty_table(), pa.BufferOutputStream())
+    except (pa.ArrowException, NotImplementedError) as error:
+        raise InputDataError(
+            f"column {field.name!r} of type {field.type} cannot be stored in Parquet ({error}). Leave it out with "
+            "--keep-columns, or change its type in the input."
+        ) from None

@@ -1,0 +1,95 @@
+"""What an output directory says about its job, read without touching it: for `status` from another shell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from batchjob.store.attempts import is_alive, read_attempt
+from batchjob.store.catalog import Catalog
+from batchjob.store.chunk import OpenChunk
+from batchjob.store.context import MemoryBudget, StoreContext
+from batchjob.store.counts import Counts
+from batchjob.store.creation import load_output
+from batchjob.store.fsops import FsOps, storage_errors
+from batchjob.store.layout import Layout
+from batchjob.store.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptStatus:
+    """One start of one process. `alive` is None where that cannot be told from here."""
+
+    attempt: str
+    alive: bool | None
+    record: Mapping[str, Any]  # host, pid, started, and what the job noted
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Rows are input rows; `counts` are output rows, those in the logs of open chunks included."""
+
+    manifest: Manifest
+    num_rows: int
+    num_chunks: int
+    num_chunks_committed: int
+    num_rows_committed: int
+    num_rows_logged: int  # complete in the logs of chunks that have no part yet
+    counts: Counts
+    attempts: list[AttemptStatus] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def num_rows_open(self) -> int:
+        return self.num_rows - self.num_rows_committed - self.num_rows_logged
+
+    @property
+    def complete(self) -> bool:
+        return self.num_chunks_committed == self.num_chunks
+
+
+def job_status(output: Path, *, fs: FsOps | None = None) -> Status:
+    """Raises UsageError if the directory holds no job, StorageError."""
+    fs = fs or FsOps()
+    output = Path(output).absolute()
+    manifest, plan = load_output(fs, output)
+    layout = Layout(output)
+    # No row need be kept to be counted; nothing here writes, so the attempt needs no name.
+    context = StoreContext(fs, layout, manifest, attempt="status", memory=MemoryBudget(limit=0))
+    warnings: list[str] = []
+    catalog = Catalog(context, plan, warnings, repair=False)
+    committed = catalog.scan()
+    counts = Counts()
+    counts.add(catalog.totals)
+    num_logged = 0
+    with storage_errors("reading", layout.state):
+        for name in sorted(fs.listdir(layout.wal)):
+            if not name.isdigit() or int(name) in committed or int(name) not in catalog:
+                continue
+            chunk = OpenChunk(context, catalog.chunk(int(name)))
+            num_logged += len(chunk.complete_rows())
+            counts.add(chunk.counts)
+            if chunk.num_bad:
+                warnings.append(f"{chunk.num_bad} damaged records in the logs of chunk {int(name)}")
+            chunk.close()
+        attempts = [
+            _attempt(fs, layout, name) for name in sorted(fs.listdir(layout.attempts)) if name.endswith(".json")
+        ]
+    return Status(
+        manifest=manifest,
+        num_rows=plan.num_rows,
+        num_chunks=len(catalog.chunks),
+        num_chunks_committed=len(committed),
+        num_rows_committed=sum(catalog.chunk(index).num_rows for index in committed),
+        num_rows_logged=num_logged,
+        counts=counts,
+        attempts=attempts,
+        warnings=warnings,
+    )
+
+
+def _attempt(fs: FsOps, layout: Layout, name: str) -> AttemptStatus:
+    record = read_attempt(fs, layout.attempts / name)
+    return AttemptStatus(name.removesuffix(".json"), is_alive(record), record or {})

@@ -1,0 +1,243 @@
+"""`Store`: an output directory, open for work. What it promises:
+
+* a finished row that `OpenChunk.add` took survives a kill at once, and a power loss after the next `flush`;
+* each input row ends up in exactly one part, whatever crashes, and however many processes share the output;
+* everything in OUT/data is complete, checksummed and never changed.
+
+The directory is the truth: a chunk is committed if its part is there. No lock, clock or count decides anything.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from batchjob.plan import Plan
+from batchjob.store.attempts import attempt_record, new_attempt_id
+from batchjob.store.catalog import Catalog
+from batchjob.store.chunk import OpenChunk
+from batchjob.store.commit import Committed, commit_chunk
+from batchjob.store.context import DEFAULT_MEMORY_LIMIT, MemoryBudget, StoreContext
+from batchjob.store.counts import Counts
+from batchjob.store.creation import create_output, exists, load_output
+from batchjob.store.fsops import FsOps, create_errors, storage_error, storage_errors
+from batchjob.store.layout import Layout
+from batchjob.store.manifest import Manifest
+
+_TRIAL = re.compile(r"\.\d+$")
+
+
+class Store:
+    """See the module. Not thread-safe; each process opens its own.
+
+    `warnings` gathers what a person should hear of: damaged parts, foreign files, damaged log records.
+    """
+
+    def __init__(
+        self,
+        output: Path,
+        manifest: Manifest,
+        plan: Plan,
+        *,
+        attempt: str,
+        fs: FsOps,
+        memory_limit: int = DEFAULT_MEMORY_LIMIT,
+    ) -> None:
+        self.output = output
+        self.manifest = manifest
+        self.plan = plan
+        self.attempt = attempt
+        self.warnings: list[str] = []
+        self._fs = fs
+        self._layout = Layout(output)
+        self._context = StoreContext(fs, self._layout, manifest, attempt, MemoryBudget(memory_limit))
+        self._catalog = Catalog(self._context, plan, self.warnings)
+        self._open: list[OpenChunk] = []
+        self._started = False
+
+    # -- opening
+
+    @classmethod
+    def create(
+        cls,
+        output: Path,
+        manifest: Manifest,
+        plan: Plan,
+        *,
+        fs: FsOps | None = None,
+        memory_limit: int = DEFAULT_MEMORY_LIMIT,
+    ) -> Store:
+        """Makes the output directory, or opens the one that is there: `manifest` and `plan` of the result are those of
+        whoever was first. Hold `store.manifest.diff(manifest)` against it.
+
+        Raises OutputCreateError (or StorageError on a full disk).
+        """
+        fs, output, attempt = fs or FsOps(), Path(output).absolute(), new_attempt_id()
+        create_output(fs, output, manifest, plan, attempt)
+        return cls(output, *load_output(fs, output), attempt=attempt, fs=fs, memory_limit=memory_limit)
+
+    @classmethod
+    def open(cls, output: Path, *, fs: FsOps | None = None, memory_limit: int = DEFAULT_MEMORY_LIMIT) -> Store:
+        """Opens an output directory without writing anything. Raises UsageError if it is none, StorageError if it is
+        damaged, ConfigMismatchError if a newer version wrote it."""
+        fs, output = fs or FsOps(), Path(output).absolute()
+        return cls(output, *load_output(fs, output), attempt=new_attempt_id(), fs=fs, memory_limit=memory_limit)
+
+    @staticmethod
+    def exists(output: Path, *, fs: FsOps | None = None) -> bool:
+        """Whether a directory holds a job."""
+        return exists(fs or FsOps(), Path(output).absolute())
+
+    def start_attempt(self, info: Mapping[str, Any]) -> None:
+        """Notes this process in `attempts/`, proves that the output can be written to, and removes what dead attempts
+        left: their temporary files, and the logs of committed chunks. Before the first `open_chunk`.
+
+        `info` is free: scheduler ids, versions, settings that may change between runs. Raises OutputCreateError if the
+        output cannot be written to, StorageError.
+        """
+        with create_errors(self.output):
+            if not self._fs.access(self._layout.data):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self._layout.data))
+            self._note(info)
+        self._started = True
+        with storage_errors("cleaning up", self._layout.state):
+            self._sweep_tmp()
+            self._sweep_wal(self.committed())
+
+    def note_attempt(self, info: Mapping[str, Any]) -> None:
+        """Replaces what `start_attempt` noted: a heartbeat counter, the reason of the end. Raises StorageError."""
+        with storage_errors("writing", self._layout.attempts):
+            self._note(info)
+
+    def _note(self, info: Mapping[str, Any]) -> None:
+        self._fs.replace_file(
+            self._layout.attempt(self.attempt), attempt_record(info), via=self._layout.tmp / f"attempt.{self.attempt}"
+        )
+
+    # -- what is there
+
+    def committed(self) -> set[int]:
+        """The chunks that have a valid part, those of other processes included. Only parts not seen before are read
+        (their footers). A bad one is moved to quarantine, with a warning, and its chunk is open again.
+
+        Raises StorageError.
+        """
+        return self._catalog.scan()
+
+    def counts(self) -> Counts:
+        """Output rows that are finished: in the parts seen so far and in the chunks open here."""
+        counts = Counts()
+        counts.add(self._catalog.totals)
+        for chunk in self._open:
+            if not chunk.closed:
+                counts.add(chunk.counts)
+        return counts
+
+    def done(self) -> Mapping[str, Any] | None:
+        """What `finish` wrote, if it did and every part is still there by name; else None. Fast: reads no part."""
+        try:
+            data = self._fs.read_file(self._layout.done)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise storage_error(error, "reading", self._layout.done) from error
+        try:
+            done = json.loads(data)
+        except ValueError:
+            return None
+        mine = isinstance(done, dict) and done.get("job_id") == self.manifest.job_id
+        return done if mine and len(self._catalog.names()) == len(self._catalog.chunks) else None
+
+    # -- work
+
+    def open_chunk(self, index: int) -> OpenChunk:
+        """Opens a chunk for work; its finished rows are those of all its logs, whoever wrote them.
+
+        Raises StorageError.
+        """
+        if not self._started:
+            raise ValueError("start_attempt comes before open_chunk")
+        with storage_errors("reading", self._layout.chunk_wal(index)):
+            chunk = OpenChunk(self._context, self._catalog.chunk(index), on_commit=self._on_commit)
+        if chunk.num_bad:
+            self.warnings.append(
+                f"{chunk.num_bad} damaged records in the logs of chunk {index} were passed over; their rows are "
+                "computed again."
+            )
+        self._open = [other for other in self._open if not other.closed]
+        self._open.append(chunk)
+        return chunk
+
+    def commit_empty(self) -> Committed:
+        """For a plan without rows: publishes the one empty part, which carries the schema."""
+        if self.plan.chunks:
+            raise ValueError("the plan has rows")
+        chunk = self._catalog.chunks[0]
+        if chunk.index in self.committed():
+            return Committed(chunk.index, 0, Counts(), won=False)
+        committed = commit_chunk(self._context, chunk, lambda: (), None)
+        self._on_commit(committed)
+        return committed
+
+    def _on_commit(self, committed: Committed) -> None:
+        self._catalog.note(committed.chunk_index, committed.counts)
+
+    def flush(self) -> None:
+        """Makes every finished row durable, against power loss too. Raises StorageError."""
+        for chunk in self._open:
+            if not chunk.closed:
+                chunk.sync()
+
+    def finish(self) -> Mapping[str, Any]:
+        """Once every chunk is committed: checks all parts anew and writes done.json, whose content it returns.
+
+        Raises StorageError if a part is missing or damaged: the job is not complete then.
+        """
+        counts = self._catalog.verify()
+        done = {
+            "job_id": self.manifest.job_id,
+            "fingerprint": self.manifest.fingerprint_digest,
+            "num_parts": len(self._catalog.chunks),
+            "num_rows": self.plan.num_rows,  # of the input
+            "counts": counts.to_json(),  # of the output
+        }
+        with storage_errors("writing", self._layout.done):
+            self._fs.fsync_dir(self._layout.data)
+            data = json.dumps(done, indent=1).encode() + b"\n"
+            self._fs.replace_file(self._layout.done, data, via=self._layout.tmp / f"done.{self.attempt}")
+        return done
+
+    def close(self) -> None:
+        """Flushes and lets go of the open chunks; their logs stay. Raises StorageError."""
+        try:
+            self.flush()
+        finally:
+            for chunk in self._open:
+                if not chunk.closed:
+                    chunk.close()
+            self._open = []
+
+    # -- cleaning up
+
+    def _sweep_tmp(self) -> None:
+        """Removes the temporary files of attempts that are known to be dead; names are PURPOSE.ATTEMPT[.TRIAL]."""
+        for name in self._fs.listdir(self._layout.tmp):
+            attempt = _TRIAL.sub("", name.partition(".")[2])
+            if attempt and self._context.is_dead(attempt):
+                self._fs.unlink_if_there(self._layout.tmp / name)
+
+    def _sweep_wal(self, committed: set[int]) -> None:
+        """Removes the logs that a crash left behind between publishing a part and this."""
+        stale = [
+            index for name in self._fs.listdir(self._layout.wal) if name.isdigit() and (index := int(name)) in committed
+        ]
+        if stale:
+            # Whoever published those parts may have died before this, and their names must be durable first.
+            self._fs.fsync_dir(self._layout.data)
+        for index in stale:
+            self._context.remove_wal(index)
