@@ -1,0 +1,147 @@
+"""The command line: reads flags and job files into a `JobSpec`, calls the room that does the work, prints, exits.
+
+Nothing heavy is imported here: `batchjob --help` must answer at once. Only this file knows click.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import Field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from batchjob import __version__
+from batchjob.errors import BatchJobError, StoppedEarlyError
+from batchjob.spec import JobSpec, flag, load_toml, spec_fields
+
+_TYPES: dict[str, Any] = {"str": str, "int": int, "float": float}
+_REPEATABLE = {"input", "stop", "stop_token_ids", "logit_bias"}
+
+
+class _BiasType(click.ParamType):
+    name = "id=bias"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            token, amount = str(value).split("=", 1)
+            return int(token), float(amount)
+        except ValueError:
+            self.fail(f"{value!r} is not of the form ID=BIAS, such as 50256=-100", param, ctx)
+
+
+def _option(f: Field[Any]) -> Callable[[Any], Any]:
+    """The click option of one JobSpec field; every default is None, so that flags can be told from silence."""
+    kind = str(f.type).split(" ")[0]
+    help_text = f.metadata["help"]
+    if f.default not in (None, False, (), True) and "[default" not in help_text:
+        help_text += f" [default: {f.default:g}]" if kind == "float" else f" [default: {f.default}]"
+    if f.name == "prefix_caching":
+        return click.option(
+            "--prefix-caching/--no-prefix-caching", f.name, default=None, help=help_text + " [default: on]"
+        )
+    if kind == "bool":
+        return click.option(flag(f.name), f.name, is_flag=True, default=None, help=help_text)
+    if f.name in _REPEATABLE:
+        item: Any = {"stop_token_ids": int, "logit_bias": _BiasType()}.get(f.name, str)
+        return click.option(flag(f.name), f.name, multiple=True, type=item, default=None, help=help_text)
+    choices = f.metadata["choices"]
+    kind_type: Any = click.Choice(choices) if choices else _TYPES[kind]
+    return click.option(flag(f.name), f.name, type=kind_type, default=None, help=help_text)
+
+
+def _job_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for f in reversed(spec_fields()):
+        command = _option(f)(command)
+    return click.argument("job_file", required=False, metavar="[JOB.toml]")(command)
+
+
+def _spec(job_file: str | None, flags: dict[str, Any]) -> JobSpec:
+    values: dict[str, Any] = load_toml(job_file) if job_file else {}
+    values.update({name: value for name, value in flags.items() if value is not None and value != ()})
+    return JobSpec(**values)
+
+
+class _Group(click.Group):
+    """Turns our errors into one line on stderr and their exit code; `--debug` keeps the traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BatchJobError as error:
+            if ctx.params.get("debug"):
+                raise
+            click.echo(f"batchjob: {error}", err=True)
+            ctx.exit(error.exit_code)
+        except BrokenPipeError:
+            # The reader of our output went away (`batchjob status | head`): not an error of ours.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            ctx.exit(0)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="batchjob")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def main(debug: bool) -> None:
+    """Run a large set of prompts through a language model, and survive being killed.
+
+    A job is flags, or a TOML file that flags override. The same command resumes a job that stopped.
+    """
+
+
+@main.command()
+@_job_options
+def run(job_file: str | None, **flags: Any) -> None:
+    """Run a job, or go on with one that stopped. Rows go to OUTPUT/data as Parquet."""
+    from batchjob.job import run as run_job
+
+    result = run_job(_spec(job_file, flags), echo=lambda line: click.echo(line, err=True))
+    sys.exit(result.exit_code)
+
+
+@main.command()
+@_job_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def validate(job_file: str | None, as_json: bool, **flags: Any) -> None:
+    """Check a job without running it: bad rows, too-long rows, duplicate ids, token lengths, shared prefixes."""
+    from batchjob.job import validate as validate_job
+
+    report = validate_job(_spec(job_file, flags))
+    click.echo(json.dumps(report.to_dict(), indent=2, default=str) if as_json else report.render())
+    sys.exit(report.exit_code)
+
+
+@main.command()
+@click.argument("output", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def status(output: Path, as_json: bool) -> None:
+    """Show how far a job is. Exit code 0 when it is complete, 75 when rows are missing."""
+    from batchjob.store.status import job_status
+    from batchjob.summary import render_status, status_json
+
+    state = job_status(output)
+    click.echo(json.dumps(status_json(state), indent=2) if as_json else render_status(state))
+    sys.exit(0 if state.complete else StoppedEarlyError.exit_code)
+
+
+@main.command()
+@click.argument("output", type=click.Path(path_type=Path))
+@click.argument("destination", type=click.Path(path_type=Path))
+@click.option(
+    "--format",
+    "file_format",
+    type=click.Choice(("parquet", "parquet-dir", "jsonl")),
+    default=None,
+    help="[default: from DESTINATION's ending; without one, a directory of Parquet files]",
+)
+@click.option("--partial", is_flag=True, help="Merge what is there although rows are missing.")
+def merge(output: Path, destination: Path, file_format: str | None, partial: bool) -> None:
+    """Merge the parts of a job, in input order, into one Parquet or JSONL file, or a directory of larger files."""
+    from batchjob.store.merge import merge as merge_parts
+
+    merged = merge_parts(output, destination, file_format, partial=partial)
+    click.echo(f"{merged.counts.num_rows:,} rows in {destination} ({merged.format})")

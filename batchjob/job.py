@@ -1,0 +1,357 @@
+"""`run`: one call from a `JobSpec` to finished rows, in a new output directory or in the one that is there.
+
+A resume is the ordinary way to start: whatever is in the output directory already is kept, and only the rest runs.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchjob import __version__
+from batchjob.errors import ConfigMismatchError, InputMissingError, UsageError
+from batchjob.prepare import Settings, describe_sampling, fingerprint, parse_memory, resolve_settings
+from batchjob.progress import Counts, Progress, duration, printable
+from batchjob.prompts.source import PromptSource, resolve_prompt
+from batchjob.signals import StopSignals
+from batchjob.spec import JobSpec
+from batchjob.store.manifest import Manifest
+from batchjob.store.store import Store
+from batchjob.summary import RunResult
+
+if TYPE_CHECKING:
+    from batchjob.plan import Chunk
+    from batchjob.prompts import PromptConfig
+    from batchjob.validate import Report
+
+Echo = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job whose output directory exists. `source` is None for an input without rows."""
+
+    spec: JobSpec
+    settings: Settings
+    store: Store
+    source: PromptSource | None
+    is_new: bool
+
+    @property
+    def prompt_config(self) -> PromptConfig:
+        from batchjob.prompts import PromptConfig
+
+        assert self.source is not None
+        spec, settings = self.spec, self.settings
+        return PromptConfig(
+            source=self.source,
+            sampling=settings.sampling,
+            max_model_len=settings.max_model_len,
+            vocab_size=settings.vocab_size,
+            chat=spec.chat,
+            system=spec.system,
+            length_policy=spec.length_policy,
+        )
+
+    @property
+    def tokenizer_name(self) -> str:
+        return "fake" if self.settings.model is None else self.settings.model.path
+
+    def shard(self, committed: set[int]) -> tuple[list[Chunk], list[Chunk]]:
+        """This process's chunks: all, and those still to do."""
+        mine = [c for c in self.store.plan.chunks if c.index % self.spec.num_shards == self.spec.shard_id]
+        return mine, [c for c in mine if c.index not in committed]
+
+
+def run(spec: JobSpec, *, echo: Echo | None = None) -> RunResult:
+    """Runs the job, or what is left of it. `echo` gets the lines for a person; the default prints them to stderr.
+
+    Row errors do not raise; see `RunResult`. Raises a BatchJobError, whose `exit_code` is that of the command line.
+    """
+    echo = echo or (lambda line: print(line, file=sys.stderr, flush=True))
+    if not spec.output:
+        raise UsageError("give --output: the directory that the rows go to")
+    if not spec.input:
+        raise UsageError("give --input: a JSONL or Parquet file, a directory or a glob")
+    job = open_job(spec, echo)
+    with closing(job.store):
+        result = _run(job, echo)
+    result.warnings += job.store.warnings
+    echo(result.render())
+    return result
+
+
+# -- creating and resuming
+
+
+def open_job(spec: JobSpec, echo: Echo) -> Job:
+    """The job in `spec.output`: made now, or found there and held against `spec`."""
+    output = Path(spec.output or "")
+    return _resume(spec, output, echo) if Store.exists(output) else _create(spec, output, echo)
+
+
+def _create(spec: JobSpec, output: Path, echo: Echo) -> Job:
+    from batchjob.io.planner import make_plan
+
+    settings = resolve_settings(spec)
+    started = time.monotonic()
+    planned = make_plan(spec, num_workers_hint=spec.num_shards)
+    plan = planned.plan
+    for warning in planned.warnings:
+        echo(f"warning: {warning}")
+    if planned.num_bad_rows:
+        echo(f"warning: {planned.num_bad_rows:,} rows cannot be read and become row errors: {planned.first_bad_row}")
+    seconds = duration(time.monotonic() - started)
+    echo(f"planned {plan.num_rows:,} rows of {len(plan.files):,} files in {len(plan.chunks):,} chunks ({seconds})")
+    source = resolve_prompt(spec, planned.columns) if plan.num_rows else None
+    chunk_rows = max((chunk.num_rows for chunk in plan.chunks), default=0)
+    manifest = Manifest.new(
+        plan,
+        spec=asdict(spec),
+        resolved={**settings.to_json(), "columns": list(planned.columns), "chunk_rows": chunk_rows},
+        fingerprint=_fingerprint(spec, settings, source, spec.chunk_rows or chunk_rows),
+        num_samples=settings.sampling.n,
+        output_token_ids=spec.output_token_ids,
+    )
+    store = Store.create(output, manifest, plan)
+    _refuse_difference(store.manifest, manifest, output)
+    return Job(spec, settings, store, source, is_new=True)
+
+
+def _resume(spec: JobSpec, output: Path, echo: Echo) -> Job:
+    store = Store.open(output)
+    manifest = store.manifest
+    settings = resolve_settings(spec, manifest.resolved)
+    _check_inputs(spec, store, echo)
+    source = resolve_prompt(spec, manifest.resolved["columns"]) if store.plan.num_rows else None
+    chunk_rows = spec.chunk_rows or manifest.fingerprint["chunk_rows"]
+    asked = replace(
+        manifest,
+        fingerprint=_fingerprint(spec, settings, source, chunk_rows),
+        num_samples=settings.sampling.n,
+        output_token_ids=spec.output_token_ids,
+    )
+    _refuse_difference(manifest, asked, output)
+    return Job(spec, settings, store, source, is_new=False)
+
+
+def _fingerprint(spec: JobSpec, settings: Settings, source: PromptSource | None, chunk_rows: int) -> dict[str, Any]:
+    prompt: dict[str, Any] = {"chat": spec.chat, "system": spec.system}
+    if source is not None:
+        columns = source.to_dict()
+        columns.pop("id")  # names rows in messages only
+        prompt.update(columns)
+    return fingerprint(spec, settings, prompt=prompt, chunk_rows=chunk_rows)
+
+
+def _refuse_difference(there: Manifest, asked: Manifest, output: Path) -> None:
+    lines = there.diff(asked)
+    if lines:
+        raise ConfigMismatchError(
+            f"{output} holds a job with other settings, so its rows would not be of one kind:\n  "
+            + "\n  ".join(lines)
+            + "\nRun with the old settings to go on, or give another --output."
+        )
+
+
+def _check_inputs(spec: JobSpec, store: Store, echo: Echo) -> None:
+    """The input must be what was planned: the same files, unchanged."""
+    from batchjob.io.inputs import check_unchanged, find_inputs
+
+    found = [file.path for file in find_inputs(spec.input)[0]]
+    planned = [file.path for file in store.plan.files]
+    if spec.limit is not None:
+        found = found[: len(planned)]  # files past the limit are not part of the job
+    if gone := [path for path in planned if path not in found]:
+        raise InputMissingError(f"input file {gone[0]} is part of this job but not of --input: add it")
+    if new := [path for path in found if path not in planned]:
+        raise InputMissingError(
+            f"input file {new[0]} was not there when this job was planned: give it another --output, or leave it out"
+        )
+    if found != planned:
+        raise InputMissingError("the input files come in another order than planned; give --input in the old order")
+    for file in store.plan.files:
+        if warning := check_unchanged(file):
+            echo(f"warning: {warning}")
+
+
+# -- running
+
+
+def _run(job: Job, echo: Echo) -> RunResult:
+    spec, store = job.spec, job.store
+    started = time.monotonic()
+    if (done := store.done()) is not None:
+        mine, _ = job.shard(set())
+        num_rows = sum(chunk.num_rows for chunk in mine)
+        result = RunResult(output=str(spec.output), rows_total=num_rows, rows_done=num_rows, rows_reused=num_rows)
+        result.max_error_rate = spec.max_error_rate
+        result.take_counts(done["counts"])
+        result.job_complete = True
+        return result
+    committed = store.committed()
+    mine, todo = job.shard(committed)
+    counts = Counts(
+        rows_total=sum(chunk.num_rows for chunk in mine),
+        rows_done=sum(chunk.num_rows for chunk in mine if chunk.index in committed),
+    )
+    result = RunResult(output=str(spec.output), rows_total=counts.rows_total, max_error_rate=spec.max_error_rate)
+    result.rows_reused = counts.rows_done
+    if todo or not store.plan.chunks:
+        with StopSignals(spec.drain_timeout) as stop:
+            store.start_attempt(_attempt_info(spec))
+            if not store.plan.chunks:
+                store.commit_empty()
+            else:
+                _work(job, todo, counts, result, stop, echo)
+            if counts.rows_done < counts.rows_total:
+                result.stopped_by = stop.reason
+    result.rows_done = counts.rows_done
+    result.prompt_tokens, result.output_tokens = counts.prompt_tokens, counts.output_tokens
+    result.take_counts(store.counts().to_json())
+    if len(store.committed()) == max(1, len(store.plan.chunks)):
+        store.finish()
+        result.job_complete = True
+    result.seconds = result.seconds or time.monotonic() - started
+    return result
+
+
+def _work(job: Job, todo: list[Chunk], counts: Counts, result: RunResult, stop: StopSignals, echo: Echo) -> None:
+    from batchjob.engine import EngineConfig, create_engine
+    from batchjob.feeder import Feeder, FeederConfig
+    from batchjob.io.reader import InputReader
+    from batchjob.loop import Loop
+    from batchjob.tokenizer import load_tokenizer
+
+    spec, settings = job.spec, job.settings
+    with ExitStack() as stack:
+        feeder = Feeder(FeederConfig(job.store.plan, job.prompt_config, job.tokenizer_name, spec.max_row_bytes))
+        stack.callback(feeder.close)
+        loading = time.monotonic()
+        echo(_model_line(settings))
+        tokenizer = load_tokenizer(job.tokenizer_name)
+        config = EngineConfig(
+            max_model_len=settings.max_model_len,
+            max_num_seqs=spec.max_num_seqs,
+            max_num_batched_tokens=spec.max_num_batched_tokens,
+            block_size=spec.block_size,
+            kv_cache_bytes=parse_memory(spec.kv_cache_memory),
+            prefix_caching=spec.prefix_caching,
+            dtype=settings.dtype,
+            device=settings.device,
+            eos_token_ids=settings.eos_token_ids,
+        )
+        engine = create_engine(spec, settings.model, config, tokenizer)
+        stack.callback(engine.close)
+        reader = InputReader(job.store.plan, max_row_bytes=spec.max_row_bytes)
+        stack.callback(reader.close)
+        for line in _header(job, engine.capacity.description, time.monotonic() - loading):
+            echo(line)
+        if job.is_new:
+            _show_first_prompt(job, reader, tokenizer, todo[0], echo)
+        progress = Progress(counts, mode=spec.progress, echo=echo)
+        stack.callback(progress.close)
+        loop = Loop(
+            store=job.store,
+            engine=engine,
+            feeder=feeder,
+            reader=reader,
+            sampling=settings.sampling,
+            job_seed=settings.job_seed,
+            counts=counts,
+            progress=progress,
+            stop=stop,
+            flush_interval=spec.flush_interval,
+            order=spec.order,
+        )
+        started = time.monotonic()
+        try:
+            loop.run(todo)
+        finally:
+            result.seconds = time.monotonic() - started
+            result.rows_reused += loop.num_reused
+            result.warnings += loop.warnings
+
+
+# -- what a person is told
+
+
+def _attempt_info(spec: JobSpec) -> dict[str, Any]:
+    """What may differ between attempts, kept as a record."""
+    free = {f: getattr(spec, f) for f in ("max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory")}
+    return {
+        "batchjob": __version__,
+        "python": platform.python_version(),
+        "shard": [spec.shard_id, spec.num_shards],
+        "order": spec.order,
+        "device": spec.device,
+        "prefix_caching": spec.prefix_caching,
+        "flush_interval": spec.flush_interval,
+        **free,
+    }
+
+
+def _model_line(settings: Settings) -> str:
+    name = "the fake engine" if settings.model is None else settings.model.name
+    return f"loading {name} ({settings.dtype} on {settings.device})"
+
+
+def _header(job: Job, engine_line: str, seconds: float) -> list[str]:
+    settings = job.settings
+    sampling = settings.sampling
+    lines = [
+        f"engine    {engine_line} (ready in {duration(seconds)})",
+        f"sampling  {describe_sampling(sampling)}; seed {settings.job_seed}; max_model_len {settings.max_model_len}",
+    ]
+    model = settings.model
+    if model is not None:
+        from batchjob.models import ignored_generation_settings
+
+        if ignored := ignored_generation_settings(model):
+            lines.append(f"warning: generation_config.json asks for {', '.join(ignored)}: not supported, left out")
+    if sampling.max_tokens is None:
+        lines.append(
+            f"warning: no --max-tokens: a row may make up to {settings.max_model_len - 1:,} tokens before it is cut"
+        )
+    source, spec = job.source, job.spec
+    is_text = source is not None and source.kind in ("text", "template", "any")
+    if is_text and settings.has_chat_template and not (spec.chat or spec.raw or spec.system is not None):
+        lines.append(
+            "warning: text is sent raw although the model has a chat template; --chat uses it, --raw silences this"
+        )
+    return lines
+
+
+def _show_first_prompt(job: Job, reader: Any, tokenizer: Any, chunk: Chunk, echo: Echo) -> None:
+    """The first prompt as text and as tokens: what a person checks before a long run."""
+    from batchjob.prompts import PromptBuilder
+
+    assert job.source is not None
+    record = next(iter(reader.rows(chunk, job.source.read)), None)
+    if record is None:
+        return
+    builder = PromptBuilder(job.prompt_config, tokenizer)
+    prompt = builder.build(record)
+    if prompt.error is not None:
+        echo(f"warning: the first row fails: {printable(prompt.error.message)}")
+        return
+    text = builder.prompt_text(record)
+    if text is not None:
+        echo(f"first row  {printable(text)}")
+    shown = " ".join(map(str, prompt.token_ids[:24])) + (" ..." if len(prompt.token_ids) > 24 else "")
+    echo(f"           {len(prompt.token_ids)} tokens: {shown}")
+
+
+def validate(spec: JobSpec) -> Report:
+    """Checks a job without a device: rows, prompts, lengths, ids. Raises a BatchJobError where nothing could run."""
+    from batchjob.validate import validate_job
+
+    if not spec.input:
+        raise UsageError("give --input: a JSONL or Parquet file, a directory or a glob")
+    return validate_job(spec, resolve_settings(spec))

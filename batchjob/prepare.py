@@ -1,0 +1,168 @@
+"""From what a user asked for (`JobSpec`) to what a job is: model, sampling, lengths, and the fingerprint of them all.
+
+What is decided here once is frozen in the job's manifest; a resume decides again and compares.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchjob.errors import UsageError
+from batchjob.sampling import SamplingParams
+from batchjob.spec import JobSpec
+
+if TYPE_CHECKING:
+    from batchjob.models import ModelInfo
+
+FAKE_MAX_MODEL_LEN = 8192
+FAKE_EOS_TOKEN_IDS = (2,)
+FAKE_VOCAB_SIZE = 65_536
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The resolved settings of a job. `sampling.seed` is always None: a seed of the job is not a seed of each row."""
+
+    model: ModelInfo | None  # None with the fake engine
+    sampling: SamplingParams
+    job_seed: int
+    max_model_len: int
+    dtype: str
+    device: str
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids below this are the model's."""
+        if self.model is None:
+            return FAKE_VOCAB_SIZE
+        config = self.model.config
+        return int(config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size") or 1 << 31)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.model is not None and bool(self.model.template_digest)
+
+    def to_json(self) -> dict[str, Any]:
+        """What the manifest keeps as a record, and a resume starts from."""
+        model = self.model
+        return {
+            "model": None if model is None else {"name": model.name, "path": model.path, "source": model.source},
+            "revision": None if model is None else model.revision,
+            "sampling": asdict(self.sampling),
+            "job_seed": self.job_seed,
+            "max_model_len": self.max_model_len,
+            "dtype": self.dtype,
+            "eos_token_ids": list(self.eos_token_ids),
+        }
+
+
+def resolve_settings(spec: JobSpec, frozen: Mapping[str, Any] | None = None) -> Settings:
+    """Finds the model and decides every setting. `frozen` is `Settings.to_json` of the job being resumed.
+
+    Reads files only: no torch, no weights. Raises UsageError, UnsupportedModelError or StoppedEarlyError (hub down).
+    """
+    given = spec.given_sampling()
+    job_seed = given.pop("seed", 0)
+    device = _device(spec.device)
+    if spec.engine == "fake":
+        return Settings(
+            model=None,
+            sampling=SamplingParams(**given),
+            job_seed=job_seed,
+            max_model_len=spec.max_model_len or FAKE_MAX_MODEL_LEN,
+            dtype="float32",
+            device="cpu",
+            eos_token_ids=FAKE_EOS_TOKEN_IDS,
+        )
+    from batchjob.models import resolve_model, sampling_defaults
+
+    if not spec.model:
+        raise UsageError("give --model: a hub id, a local directory or a .gguf file (or --engine fake to try a job)")
+    revision = spec.revision
+    if frozen is not None and (frozen.get("model") or {}).get("name") == spec.model and revision is None:
+        revision = frozen.get("revision")
+    model = resolve_model(spec.model, revision=revision)
+    if spec.max_model_len is not None and spec.max_model_len > model.max_model_len:
+        raise UsageError(
+            f"--max-model-len {spec.max_model_len} is more than the {model.max_model_len} positions of {model.name}"
+        )
+    dtype = spec.dtype
+    if dtype == "auto":
+        dtype = frozen["dtype"] if frozen else "float32" if device == "cpu" else model.checkpoint_dtype
+    return Settings(
+        model=model,
+        sampling=SamplingParams(**{**sampling_defaults(model), **given}),
+        job_seed=job_seed,
+        max_model_len=spec.max_model_len or model.max_model_len,
+        dtype=dtype,
+        device=device,
+        eos_token_ids=model.eos_token_ids,
+    )
+
+
+def fingerprint(spec: JobSpec, settings: Settings, *, prompt: Mapping[str, Any], chunk_rows: int) -> dict[str, Any]:
+    """Everything that changes results or the layout of the output; a resume where it differs is refused."""
+    model = settings.model
+    return {
+        "engine": spec.engine,
+        "model": None
+        if model is None
+        else {
+            "config": model.config_digest,
+            "weights": model.weights_digest,
+            "tokenizer": model.tokenizer_digest,
+            "chat_template": model.template_digest,
+        },
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "eos_token_ids": list(settings.eos_token_ids),
+        "sampling": {**asdict(settings.sampling), "seed": settings.job_seed},
+        "prompt": dict(prompt),
+        "length_policy": spec.length_policy,
+        "keep_columns": spec.keep_columns,
+        "output_token_ids": spec.output_token_ids,
+        "limit": spec.limit,
+        "max_row_bytes": spec.max_row_bytes,
+        "chunk_rows": chunk_rows,
+    }
+
+
+def describe_sampling(sampling: SamplingParams) -> str:
+    """The settings in force, for the header: those that differ from neutral, and always temperature and max_tokens."""
+    neutral = asdict(SamplingParams())
+    shown = {
+        name: value
+        for name, value in asdict(sampling).items()
+        if value != neutral[name] and name not in ("temperature", "max_tokens")
+    }
+    limit = "what the context leaves" if sampling.max_tokens is None else sampling.max_tokens
+    first = "greedy" if sampling.greedy else f"temperature {sampling.temperature:g}"
+    return ", ".join([first, f"max_tokens {limit}", *(f"{name} {value}" for name, value in shown.items())])
+
+
+def parse_memory(text: str | None, *, name: str = "--kv-cache-memory") -> int | None:
+    """Bytes from "2GiB", "500MB", "1e9". Raises UsageError."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
+    if match is None:
+        raise UsageError(f"{name} must be a size such as 2GiB or 500MB, not {text!r}")
+    size = int(float(match[1]) * _UNITS[match[2] or ""])
+    if size < 1:
+        raise UsageError(f"{name} must be above 0")
+    return size
+
+
+def _device(wanted: str) -> str:
+    """Resolves "auto" without importing torch: a GPU is there if its device file is."""
+    if wanted == "auto":
+        return "cuda" if Path("/dev/nvidiactl").exists() or Path("/dev/nvidia0").exists() else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", wanted):
+        raise UsageError(f"--device must be auto, cpu, cuda or cuda:N, not {wanted!r}")
+    return wanted

@@ -1,0 +1,94 @@
+"""What travels between the rooms: a row in a file, ready to run, and over.
+
+A row is a `Record` in a file, a `Prompt` once it is rendered and tokenised, one `Request` per sample when the
+engine gets it (a `core.Sequence` while it runs), and a `Completion` when it is over. Standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from batchjob.spec import SamplingParams
+
+# Every value of the output column `error_type`. The list is closed: a new failure gets a new line here.
+ROW_ERROR_TYPES: Mapping[str, str] = {
+    "invalid_json": "the line is not one JSON object",
+    "invalid_encoding": "the line is not UTF-8, or holds half of a surrogate pair",
+    "row_too_large": "the line is longer than --max-row-bytes",
+    "input_damaged": "the compressed file is damaged here; the rows after this place are missing",
+    "invalid_prompt": "the prompt is missing, null, empty or of the wrong type",
+    "invalid_params": "the row's params hold an unknown name or a value out of range",
+    "template_error": "the chat template refused the row, took too long or wrote too much",
+    "prompt_too_long": "the prompt leaves no room for output within max_model_len",
+    "kv_cache_too_small": "the row needs more KV blocks than the whole cache has",
+    "engine_error": "the engine failed on this row",
+    "engine_crash": "the row brought the engine down each time it ran alone",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RowError:
+    """Why a row failed: `type` is a key of ROW_ERROR_TYPES, `message` says what and where."""
+
+    type: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One input row. `row_index` is its ordinal over the whole plan; `fields` holds only the columns asked for.
+
+    `where` names file and physical line (or Parquet row), for messages. A row that could not be read has `error`.
+    """
+
+    row_index: int
+    fields: Mapping[str, Any]
+    where: str
+    error: RowError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row ready to run, or its error. `params` is None where the job's own settings hold unchanged."""
+
+    row_index: int
+    token_ids: list[int]
+    params: SamplingParams | None = None
+    error: RowError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sample of one row. `stream` keys its random numbers (see `stream_key`)."""
+
+    row_index: int
+    sample_index: int
+    token_ids: list[int]
+    params: SamplingParams
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished sample: text and reason, or an error. `token_ids` are the output tokens, end token included."""
+
+    row_index: int
+    sample_index: int
+    num_prompt_tokens: int
+    token_ids: list[int]
+    text: str | None
+    finish_reason: str | None  # "stop" (end token, stop string or stop token) or "length"; None with an error
+    error: RowError | None = None
+
+
+def stream_key(*, row_seed: int | None, job_seed: int, row_index: int, sample_index: int) -> int:
+    """A 64-bit key for the random numbers of one sample.
+
+    With a row seed it depends on (row seed, sample) alone, so that rows with one prompt and one seed agree wherever
+    they stand; without one on (job seed, row ordinal, sample), so that it survives restarts and any sharding.
+    """
+    parts = ("row", row_seed, sample_index) if row_seed is not None else ("job", job_seed, row_index, sample_index)
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,262 @@
+"""`JobSpec`: everything a user can ask of a run. The command line, the TOML file and `batchjob.run` all fill this.
+
+Each field's `help` is the only text about it: `--help` and the docs are made from it. `pinned` fields change the
+results, so a resume with another value is refused (exit 78); the rest is free to change between runs.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from batchjob.errors import UsageError
+from batchjob.sampling import PARAM_NAMES, SamplingParams, parse_params
+
+__all__ = ["JobSpec", "SamplingParams", "load_toml", "spec_fields"]
+
+
+def _f(default: Any, help: str, *, pinned: bool = False, choices: tuple[str, ...] = (), section: str = "job") -> Any:
+    return field(default=default, metadata={"help": help, "pinned": pinned, "choices": choices, "section": section})
+
+
+def _s(name: str) -> Any:
+    """A job-wide sampling setting; None means the model's generation_config decides, else the neutral value."""
+    help_text = next(f.metadata["help"] for f in fields(SamplingParams) if f.name == name)
+    empty: Any = () if name in ("stop", "stop_token_ids", "logit_bias") else None
+    return field(default=empty, metadata={"help": help_text, "pinned": True, "choices": (), "section": "sampling"})
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    # -- what to run on what
+    model: str | None = _f(None, "Hub id, local directory, or .gguf file.", pinned=True)
+    input: tuple[str, ...] = _f((), "JSONL (plain, .gz, .zst) or Parquet: file, directory or glob (repeatable).")
+    output: str | None = _f(None, "Output directory; rows go to OUTPUT/data.")
+    revision: str | None = _f(None, "Branch, tag or commit of a hub model; pinned to a commit.", pinned=True)
+    # -- prompts
+    prompt: str | None = _f(
+        None,
+        "Text column, or a template over columns such as 'Translate: {text}' ({{ escapes). [default: prompt]",
+        pinned=True,
+        section="prompt",
+    )
+    messages: str | None = _f(
+        None, "Column of chat messages (lists of role and content). [default: messages]", pinned=True, section="prompt"
+    )
+    prompt_token_ids: str | None = _f(
+        None, "Column of token ids, sent as they are. [default: prompt_token_ids]", pinned=True, section="prompt"
+    )
+    system: str | None = _f(None, "System message put before each row; implies --chat.", pinned=True, section="prompt")
+    chat: bool = _f(
+        False, "Wrap each text prompt as one user turn in the model's chat template.", pinned=True, section="prompt"
+    )
+    raw: bool = _f(False, "Send text without the chat template, and do not warn about it.", section="prompt")
+    params: str | None = _f(
+        None, "Column of per-row sampling settings. [default: params]", pinned=True, section="prompt"
+    )
+    id: str | None = _f(
+        None, "Column that names rows in messages; duplicates are reported. [default: id]", section="prompt"
+    )
+    keep_columns: str = _f(
+        "all",
+        "Input columns carried to the output: all, none, or a comma-separated list.",
+        pinned=True,
+        section="prompt",
+    )
+    length_policy: str = _f(
+        "error",
+        "A prompt too long for max_model_len: fail the row, or cut its start or its end.",
+        pinned=True,
+        choices=("error", "truncate-left", "truncate-right"),
+        section="prompt",
+    )
+    # -- sampling
+    max_tokens: int | None = _s("max_tokens")
+    min_tokens: int | None = _s("min_tokens")
+    temperature: float | None = _s("temperature")
+    top_p: float | None = _s("top_p")
+    top_k: int | None = _s("top_k")
+    min_p: float | None = _s("min_p")
+    repetition_penalty: float | None = _s("repetition_penalty")
+    presence_penalty: float | None = _s("presence_penalty")
+    frequency_penalty: float | None = _s("frequency_penalty")
+    seed: int | None = _s("seed")
+    n: int | None = _s("n")
+    stop: tuple[str, ...] = _s("stop")
+    stop_token_ids: tuple[int, ...] = _s("stop_token_ids")
+    include_stop: bool | None = _s("include_stop")
+    ignore_eos: bool | None = _s("ignore_eos")
+    logit_bias: tuple[tuple[int, float], ...] = _s("logit_bias")
+    # -- engine
+    engine: str = _f(
+        "transformers",
+        "transformers runs the model; fake makes up short answers without one, to try a job.",
+        pinned=True,
+        choices=("transformers", "fake"),
+        section="engine",
+    )
+    device: str = _f("auto", "auto, cpu, cuda or cuda:N.", section="engine")
+    dtype: str = _f(
+        "auto",
+        "auto (the checkpoint's on a GPU, float32 on a CPU), float32, bfloat16 or float16.",
+        pinned=True,
+        choices=("auto", "float32", "bfloat16", "float16"),
+        section="engine",
+    )
+    max_model_len: int | None = _f(
+        None, "Longest prompt plus output, in tokens. [default: the model's]", pinned=True, section="engine"
+    )
+    max_num_seqs: int | None = _f(None, "Most sequences in one step. [default: from memory]", section="engine")
+    max_num_batched_tokens: int | None = _f(
+        None,
+        "Most tokens computed in one step; longer prompts are computed in parts. [default: from the device]",
+        section="engine",
+    )
+    block_size: int = _f(16, "Tokens per KV block.", section="engine")
+    kv_cache_memory: str | None = _f(
+        None, "Memory for the KV cache, such as 2GiB. [default: from free memory]", section="engine"
+    )
+    prefix_caching: bool = _f(True, "Reuse the KV blocks of prompts that start alike.", section="engine")
+    order: str = _f(
+        "auto",
+        "Order of rows inside the open chunks: auto (shared prefixes together, long rows first), input, prefix or length.",
+        choices=("auto", "input", "prefix", "length"),
+        section="engine",
+    )
+    # -- job
+    num_shards: int = _f(1, "Number of processes that share this output; each starts on its own chunks.", section="job")
+    shard_id: int = _f(0, "Which of them this one is, from 0.", section="job")
+    limit: int | None = _f(None, "Only the first N rows.", pinned=True, section="job")
+    chunk_rows: int | None = _f(
+        None, "Rows per chunk, the unit of commit. [default: from the number of rows]", pinned=True, section="job"
+    )
+    output_token_ids: bool = _f(False, "Add a column with the token ids of each output.", pinned=True, section="job")
+    flush_interval: float = _f(
+        5.0,
+        "Seconds between fsyncs of finished rows (a power loss takes at most these; a kill takes none).",
+        section="job",
+    )
+    max_error_rate: float = _f(
+        0.01, "Share of failed rows above which the exit code is 65. All rows are written in any case.", section="job"
+    )
+    max_row_bytes: int = _f(64 * 1024 * 1024, "A longer input line becomes a row error.", pinned=True, section="job")
+    drain_timeout: float = _f(
+        120.0, "Seconds to finish running rows after SIGUSR1 (after SIGTERM or Ctrl-C at most 15).", section="job"
+    )
+    progress: str = _f(
+        "auto",
+        "auto (a bar on a terminal, else a line per interval), bar, lines or none.",
+        choices=("auto", "bar", "lines", "none"),
+        section="job",
+    )
+
+    def __post_init__(self) -> None:
+        checks = (
+            (self.num_shards >= 1, f"--num-shards must be at least 1, not {self.num_shards}"),
+            (
+                0 <= self.shard_id < self.num_shards,
+                f"--shard-id must be from 0 to {self.num_shards - 1}, not {self.shard_id}",
+            ),
+            (
+                not (self.raw and (self.chat or self.system is not None)),
+                "--raw and --chat (or --system) exclude each other",
+            ),
+            (self.block_size >= 1, f"--block-size must be at least 1, not {self.block_size}"),
+            (self.limit is None or self.limit >= 0, f"--limit must be at least 0, not {self.limit}"),
+            (
+                self.chunk_rows is None or self.chunk_rows >= 1,
+                f"--chunk-rows must be at least 1, not {self.chunk_rows}",
+            ),
+            (
+                self.max_num_seqs is None or self.max_num_seqs >= 1,
+                f"--max-num-seqs must be at least 1, not {self.max_num_seqs}",
+            ),
+            (
+                self.max_num_batched_tokens is None or self.max_num_batched_tokens >= 1,
+                f"--max-num-batched-tokens must be at least 1, not {self.max_num_batched_tokens}",
+            ),
+            (
+                self.max_model_len is None or self.max_model_len >= 2,
+                f"--max-model-len must be at least 2, not {self.max_model_len}",
+            ),
+            (0 <= self.max_error_rate <= 1, f"--max-error-rate must be between 0 and 1, not {self.max_error_rate}"),
+            (self.flush_interval > 0, f"--flush-interval must be above 0, not {self.flush_interval}"),
+            (self.drain_timeout >= 0, f"--drain-timeout must be at least 0, not {self.drain_timeout}"),
+            (self.max_row_bytes >= 1, f"--max-row-bytes must be at least 1, not {self.max_row_bytes}"),
+        )
+        for good, message in checks:
+            if not good:
+                raise UsageError(message)
+        for f in fields(self):
+            choices = f.metadata["choices"]
+            if choices and getattr(self, f.name) not in choices:
+                raise UsageError(f"{flag(f.name)} must be one of {', '.join(choices)}, not {getattr(self, f.name)!r}")
+        SamplingParams(**self.given_sampling())
+
+    def given_sampling(self) -> dict[str, Any]:
+        """The job-wide sampling settings that the user gave, checked."""
+        given = {name: getattr(self, name) for name in PARAM_NAMES}
+        return parse_params({name: value for name, value in given.items() if value is not None and value != ()})
+
+    def replace(self, **changes: Any) -> JobSpec:
+        return replace(self, **changes)
+
+
+def spec_fields() -> tuple[Field[Any], ...]:
+    return fields(JobSpec)
+
+
+def flag(name: str) -> str:
+    """The command-line spelling of a field."""
+    return "--no-prefix-caching" if name == "prefix_caching" else "--" + name.replace("_", "-")
+
+
+def load_toml(path: str | Path) -> dict[str, Any]:
+    """The fields that a TOML job file sets. Names are the flags', with `-` or `_`. Raises UsageError.
+
+    Relative `input`, `output` and local `model` paths are taken from the current directory, as the flags' are.
+    """
+    try:
+        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"job file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"job file {path} cannot be read: {error}") from None
+    return spec_values(data, source=str(path))
+
+
+def spec_values(data: Mapping[str, Any], *, source: str) -> dict[str, Any]:
+    """Checks names and types of job settings and returns them as field values of JobSpec."""
+    known = {f.name: f for f in fields(JobSpec)}
+    out: dict[str, Any] = {}
+    for key, value in data.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise UsageError(f"{source}: unknown setting {key!r}; `batchjob run --help` lists them")
+        out[name] = _spec_value(name, str(known[name].type), value, source)
+    return out
+
+
+def _spec_value(name: str, kind: str, value: Any, source: str) -> Any:
+    if name in PARAM_NAMES:
+        try:
+            return parse_params({name: value}).get(name, value)
+        except UsageError as error:
+            raise UsageError(f"{source}: {error}") from None
+    if name == "input":
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
+            raise UsageError(f"{source}: input must be a string or a list of strings")
+        return tuple(items)
+    if name == "keep_columns" and isinstance(value, list):
+        value = ",".join(map(str, value))
+    if kind.startswith("float") and type(value) is int:
+        value = float(value)
+    wanted = {"str": str, "int": int, "float": float, "bool": bool}[kind.split(" ")[0]]
+    if type(value) is not wanted:
+        raise UsageError(f"{source}: {name} must be of type {wanted.__name__}, not {value!r}")
+    return value

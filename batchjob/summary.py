@@ -1,0 +1,129 @@
+"""What a run came to: counts, exit code, and the closing lines that say where the rows are and how to read them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from batchjob.errors import InputDataError, StoppedEarlyError
+from batchjob.progress import duration
+
+if TYPE_CHECKING:
+    from batchjob.store.status import Status
+
+
+@dataclass(slots=True)
+class RunResult:
+    """Result of `batchjob.run`.
+
+    `rows_*` count input rows of this process's shard; `num_ok`, `num_failed` and `errors` count output rows (one per
+    row and sample) of the whole output directory as this process saw it last.
+    """
+
+    output: str
+    rows_total: int = 0
+    rows_done: int = 0  # ended well or as an error, those found done at start included
+    rows_reused: int = 0  # found done at start
+    num_ok: int = 0
+    num_failed: int = 0
+    errors: dict[str, int] = field(default_factory=dict)  # error_type -> output rows
+    prompt_tokens: int = 0  # of this process
+    output_tokens: int = 0  # of this process
+    seconds: float = 0.0
+    max_error_rate: float = 0.01
+    stopped_by: str | None = None  # what ended it early: everything is safe, run it again
+    job_complete: bool = False  # all shards, not only this one
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        if self.stopped_by is not None:
+            return StoppedEarlyError.exit_code
+        if self.too_many_errors:
+            return InputDataError.exit_code
+        return 0
+
+    @property
+    def too_many_errors(self) -> bool:
+        """Above the allowed share, or every single row: that is never what somebody wanted."""
+        return self.num_failed > 0 and (not self.num_ok or self.num_failed > self.max_error_rate * self.num_output_rows)
+
+    @property
+    def num_output_rows(self) -> int:
+        return self.num_ok + self.num_failed
+
+    def take_counts(self, counts: Mapping[str, Any]) -> None:
+        """Takes over the output row counts of a store, in their JSON form."""
+        self.num_ok, self.num_failed, self.errors = counts["ok"], counts["error"], dict(counts["errors"])
+
+    def render(self) -> str:
+        done = self.rows_done
+        lines = []
+        if self.stopped_by is not None:
+            lines.append(
+                f"stopped early ({self.stopped_by}): {done:,} of {self.rows_total:,} rows are done and safe; "
+                "run the same command again to go on"
+            )
+        else:
+            what = "nothing to do" if self.rows_total and self.rows_reused == self.rows_total else "done"
+            lines.append(f"{what}: {done:,} of {self.rows_total:,} rows are done")
+        reused = f" ({self.rows_reused:,} done before)" if self.rows_reused else ""
+        lines.append(f"  ok          {self.num_ok:,}{reused}")
+        for kind, count in sorted(self.errors.items(), key=lambda item: -item[1]):
+            lines.append(f"  failed      {count:,} {kind}")
+        if self.seconds and self.output_tokens:
+            lines.append(
+                f"  tokens      {self.prompt_tokens:,} in, {self.output_tokens:,} out in {duration(self.seconds)} "
+                f"({self.output_tokens / self.seconds:,.1f} output tok/s)"
+            )
+        for warning in self.warnings:
+            lines.append(f"  warning     {warning}")
+        lines.append(f"  output      {self.output}/data")
+        if not self.job_complete and self.stopped_by is None:
+            lines.append("  note        other shards of this job still have rows to do: `batchjob status` shows them")
+        quoted = shlex.quote(self.output)
+        lines.append(f"  read it     python -c \"import pandas; print(pandas.read_parquet('{self.output}/data'))\"")
+        lines.append(f"  or merge    batchjob merge {quoted} answers.jsonl")
+        if self.too_many_errors:
+            lines.append(
+                f"  exit 65     {self.num_failed:,} of {self.num_output_rows:,} rows failed, above --max-error-rate "
+                f"{self.max_error_rate:g}; all rows are written, see error_type and error_message"
+            )
+        return "\n".join(lines)
+
+
+def status_json(status: Status) -> dict[str, Any]:
+    """What `batchjob status --json` prints."""
+    return {
+        "complete": status.complete,
+        "rows": status.num_rows,
+        "rows_committed": status.num_rows_committed,
+        "rows_logged": status.num_rows_logged,
+        "rows_open": status.num_rows_open,
+        "chunks": status.num_chunks,
+        "chunks_committed": status.num_chunks_committed,
+        **{f"output_{name}": value for name, value in status.counts.to_json().items()},
+        "attempts": [{"id": a.attempt, "alive": a.alive, **a.record} for a in status.attempts],
+        "warnings": status.warnings,
+    }
+
+
+def render_status(status: Status) -> str:
+    """What `batchjob status` prints."""
+    done = status.num_rows - status.num_rows_open
+    share = done / status.num_rows if status.num_rows else 1.0
+    counts = status.counts
+    lines = [
+        f"{'complete' if status.complete else 'not complete'}: {done:,} of {status.num_rows:,} rows done ({share:.1%})",
+        f"  in parts    {status.num_rows_committed:,} rows, {status.num_chunks_committed:,} of {status.num_chunks:,}",
+        f"  in logs     {status.num_rows_logged:,} rows (safe, not yet in a part)",
+        f"  ok          {counts.num_ok:,}",
+    ]
+    lines += [f"  failed      {number:,} {kind}" for kind, number in sorted(counts.errors.items(), key=lambda e: -e[1])]
+    lines.append(f"  tokens      {counts.num_prompt_tokens:,} in, {counts.num_output_tokens:,} out")
+    alive = [attempt for attempt in status.attempts if attempt.alive]
+    lines.append(f"  processes   {len(alive)} running here, {len(status.attempts):,} started in all")
+    lines += [f"  warning     {warning}" for warning in status.warnings]
+    return "\n".join(lines)
