@@ -7,7 +7,7 @@ from batchjob.store.commit import Committed
 from batchjob.store.counts import Counts
 from batchjob.store.fsops import FsOps
 from batchjob.store.manifest import Manifest
-from batchjob.store.merge import Merged, merge
+from batchjob.store.merge import merge
 from batchjob.store.schema import check_column_names
 from batchjob.store.status import Status, job_status
 from batchjob.store.store import Store
@@ -17,7 +17,6 @@ __all__ = [
     "Counts",
     "FsOps",
     "Manifest",
-    "Merged",
     "OpenChunk",
     "Status",
     "Store",

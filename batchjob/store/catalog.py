@@ -12,7 +12,6 @@ from batchjob.store.counts import Counts
 from batchjob.store.fsops import storage_errors
 from batchjob.store.layout import chunk_of_part
 from batchjob.store.parts import BadPartError, PartInfo
-from batchjob.store.publish import publish
 
 _FOOTER_THREADS = 8
 _SILLY_RENAME = ".nfs"  # what NFS makes of a removed file that is still open somewhere
@@ -128,8 +127,7 @@ class Catalog:
             except BadPartError:
                 info = None
             if info is not None:
-                claim = context.layout.claims / f"{index:08d}.{context.attempt}"
-                publish(context.fs, context.manifest.link_method, away, path, claim=claim, is_dead=context.is_dead)
+                context.publish(away, path)
                 context.fs.unlink_if_there(away)
             context.fs.fsync_dir(context.layout.data)
             context.fs.fsync_dir(context.layout.quarantine)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import Any
@@ -182,27 +184,35 @@ class OpenChunk:
 
     def sync(self) -> None:
         """fdatasync of the log, if anything was written since the last. Raises StorageError."""
+        log = self._log
+        if not log.lost:
+            try:
+                log.sync()
+                return
+            except OSError:
+                log.abandon()
+        # What a file holds after a failed write or fsync is unknown, and asking again proves nothing: write it all anew.
+        written = False
         try:
-            self._log.sync()
-            return
-        except OSError:
-            self._log.abandon()
-        # What a failed fsync leaves on disk is unknown and asking again proves nothing: write it all anew, once.
-        try:
-            for keys in self._groups():
-                for key, payload in zip(keys, self._payloads(keys), strict=True):
-                    offset = self._append(frame(payload))
-                    if type(self._entries[key]) is int:
-                        self._entries[key] = _pack(self._log_number, offset, len(payload))
-            self._log.sync()
+            log.lost = False
+            self._rewrite()
+            log.sync()
+            written = not log.lost
         except OSError as error:
-            path = self._log.path or self._wal
-            self._log.abandon()
-            raise storage_error(error, "writing", path) from error
+            raise storage_error(error, "writing", log.path or self._wal) from error
+        finally:
+            if not written:
+                log.abandon()
+                log.lost = True
+        if not written:
+            raise storage_error(OSError(errno.EIO, os.strerror(errno.EIO)), "writing", log.path or self._wal)
 
-    @property
-    def dirty(self) -> bool:
-        return self._log.dirty
+    def _rewrite(self) -> None:
+        for keys in self._groups():
+            for key, payload in zip(keys, self._payloads(keys), strict=True):
+                offset = self._append(frame(payload))
+                if isinstance(self._entries[key], int):
+                    self._entries[key] = _pack(self._log_number, offset, len(payload))
 
     # -- the log of earlier attempts
 

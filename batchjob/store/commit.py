@@ -17,7 +17,6 @@ from batchjob.store.context import StoreContext
 from batchjob.store.counts import Counts
 from batchjob.store.fsops import storage_error, storage_errors
 from batchjob.store.parts import BadPartError, ContentHash, PartInfo, count_rows, write_part
-from batchjob.store.publish import publish
 from batchjob.store.schema import OWN_COLUMNS, TOKEN_IDS
 
 Records = list[dict[str, Any]]  # log records of consecutive (row, sample) pairs, in order
@@ -44,19 +43,11 @@ def commit_chunk(
     `batches` gives the chunk's records, sorted; it is called again if a first file fails. Raises StorageError, and
     FileNotFoundError if a log that `batches` reads has gone.
     """
-    layout, fs = context.layout, context.fs
-    target = layout.part(chunk.index)
+    target = context.layout.part(chunk.index)
     tables = PartTables(context.manifest.arrow_schema, chunk, carried, with_token_ids=context.manifest.output_token_ids)
     tmp, info = _write_checked(context, chunk, tables, batches)
     with storage_errors("publishing", target):
-        won = publish(
-            fs,
-            context.manifest.link_method,
-            tmp,
-            target,
-            claim=layout.claims / f"{chunk.index:08d}.commit",
-            is_dead=context.is_dead,
-        )
+        won = context.publish(tmp, target)
     if not won:
         info = winner_of(context, chunk)
     settle(context, chunk, tmp)
@@ -64,13 +55,12 @@ def commit_chunk(
 
 
 def settle(context: StoreContext, chunk: Chunk, tmp: Path | None) -> None:
-    """Makes the published name durable, and only then removes what the part was made from."""
+    """Makes the published name durable, and only then removes what the part was made from. Raises StorageError."""
     with storage_errors("syncing", context.layout.data):
         context.fs.fsync_dir(context.layout.data)
-    with storage_errors("cleaning up after", context.layout.part(chunk.index)):
-        if tmp is not None:
-            context.fs.unlink_if_there(tmp)
-        context.remove_wal(chunk.index)
+    if tmp is not None:
+        _drop(context, tmp)
+    context.remove_wal(chunk.index)
 
 
 def winner_of(context: StoreContext, chunk: Chunk) -> PartInfo:
@@ -128,7 +118,7 @@ def _write_checked(
 
 
 def _drop(context: StoreContext, path: Path) -> None:
-    """Removes a failed file if that is possible; it is swept later otherwise."""
+    """Removes a temporary file if that is possible; it is swept later otherwise."""
     try:
         context.fs.unlink_if_there(path)
     except OSError:

@@ -12,6 +12,7 @@ from batchjob.store.fsops import FsOps
 from batchjob.store.layout import Layout
 from batchjob.store.manifest import Manifest
 from batchjob.store.parts import PartInfo, check_expected, read_info
+from batchjob.store.publish import publish
 
 # Finished rows of open chunks that are kept in memory; past it a row is an offset in its log.
 DEFAULT_MEMORY_LIMIT = 32 * 2**20
@@ -69,10 +70,26 @@ class StoreContext:
             time.sleep(delay)
             delay = min(2 * delay, 5.0)
 
+    def publish(self, tmp: Path, target: Path) -> bool:
+        """Gives a finished file its final name; False if another process was first. Raises OSError, StorageError."""
+        return publish(
+            self.fs,
+            self.manifest.link_method,
+            tmp,
+            target,
+            claims=self.layout.claims,
+            attempt=self.attempt,
+            is_dead=self.is_dead,
+            patience=self.patience,
+        )
+
     def is_dead(self, attempt: str) -> bool:
         """Whether an attempt is known to be over. False if that cannot be told from here."""
         return is_alive(read_attempt(self.fs, self.layout.attempt(attempt))) is False
 
     def remove_wal(self, chunk_index: int) -> None:
-        """Removes a chunk's logs. Only after its part is durable. Raises OSError."""
-        self.fs.remove_tree(self.layout.chunk_wal(chunk_index))
+        """Removes a chunk's logs, as far as that works: nothing needs them once the part is durable."""
+        try:
+            self.fs.remove_tree(self.layout.chunk_wal(chunk_index))
+        except OSError:
+            return  # the next start tries again

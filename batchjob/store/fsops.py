@@ -153,7 +153,11 @@ class FsOps:
         except FileNotFoundError:
             return
         except NotADirectoryError:
-            self.unlink_if_there(path)
+            try:
+                self.unlink_if_there(path)
+            except OSError as error:
+                if error.errno != errno.EBUSY:  # NFS: removed already, but still open somewhere
+                    raise
             return
         for name in names:
             self.remove_tree(path / name)

@@ -1,13 +1,13 @@
 """How a finished file gets its final name: create-if-absent, so that the first writer wins and nobody overwrites.
 
-`link` where the file system has hard links, else a rename that refuses to replace, else an exclusively created claim
-followed by a rename. The method is probed once, when the output directory is made, and kept in job.json: all writers
+`link` where the file system has hard links, else a rename that refuses to replace, else a rename under a claim. The method is probed once, when the output directory is made, and kept in job.json: all writers
 of one output must use the same.
 """
 
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,12 +60,8 @@ def _try(
             if error.errno in _MISSING:
                 return error.strerror or str(error)
             raise
-        if not exclusive:  # then it rests on exclusive creation
-            try:
-                fs.close(fs.create(target))
-            except FileExistsError:
-                return None
-            return "a file was created although its name was taken"
+        if not exclusive:  # it rests on claims: directories that a rename does not replace
+            return _try_claim(fs, source, target.with_name("probe-claim"))
         fs.unlink_if_there(source)
         fs.write_file(source, b"second")
         try:
@@ -80,11 +76,36 @@ def _try(
             fs.unlink_if_there(path)
 
 
-def publish(fs: FsOps, method: str, tmp: Path, target: Path, *, claim: Path, is_dead: Callable[[str], bool]) -> bool:
-    """Gives `tmp` the name `target`; False if another process was first. Raises OSError.
+def _try_claim(fs: FsOps, source: Path, target: Path) -> str | None:
+    try:
+        for path in (source, target):
+            fs.mkdir(path)
+            fs.write_file(path / "holder", b"")
+        try:
+            fs.rename(source, target)
+        except OSError as error:
+            return None if error.errno in (errno.EEXIST, errno.ENOTEMPTY) else error.strerror or str(error)
+        return "a directory that was not empty was replaced"
+    finally:
+        for path in (source, target):
+            fs.remove_tree(path)
 
-    `claim` is used by the claim method only: its content is the attempt that may rename, and one that `is_dead` is
-    passed over.
+
+def publish(
+    fs: FsOps,
+    method: str,
+    tmp: Path,
+    target: Path,
+    *,
+    claims: Path,
+    attempt: str,
+    is_dead: Callable[[str], bool],
+    patience: float,
+) -> bool:
+    """Gives `tmp` the name `target`; False if that is taken, which is what counts as lost. Raises OSError.
+
+    `claims` (a directory for claims), `attempt`, `is_dead` and `patience` (seconds to wait for another process) are for
+    the claim method.
     """
     if method == LINK:
         try:
@@ -99,25 +120,67 @@ def publish(fs: FsOps, method: str, tmp: Path, target: Path, *, claim: Path, is_
         except FileExistsError:
             return False
         return True
-    return _publish_by_claim(fs, tmp, target, claim=claim, is_dead=is_dead)
-
-
-def _publish_by_claim(fs: FsOps, tmp: Path, target: Path, *, claim: Path, is_dead: Callable[[str], bool]) -> bool:
-    attempt = tmp.name.split(".", 1)[1]
+    claim = Claim(fs, claims, target.name, attempt)
+    if not claim.acquire(target, is_dead=is_dead, patience=patience):
+        return False
     try:
-        fs.write_file(claim, attempt.encode())
-    except FileExistsError:
-        holder = fs.read_file(claim).decode(errors="replace")
         if fs.exists(target):
             return False
-        if holder != attempt and not is_dead(holder):
-            raise StorageError(
-                f"{claim} is held by attempt {holder or '?'}, which has not published {target.name}. If no other "
-                "batchjob works on this output, delete that file and run the same command again."
-            ) from None
-        fs.unlink_if_there(claim)
-        fs.write_file(claim, attempt.encode())
-    if fs.exists(target):
-        return False
-    fs.rename(tmp, target)
-    return True
+        fs.rename(tmp, target)
+        return True
+    finally:
+        claim.release()
+
+
+class Claim:
+    """The right to rename to a name, held between looking whether it is free and taking it.
+
+    A claim is a directory with one file in it, named after its holder. It is made elsewhere and renamed into place,
+    which cannot replace a directory that has something in it: so it appears together with its holder's name, and what
+    is taken from a dead holder is that holder's file, never a newer claim.
+    """
+
+    def __init__(self, fs: FsOps, claims: Path, name: str, attempt: str) -> None:
+        self._fs = fs
+        self._attempt = attempt
+        self._path = claims / name.removesuffix(".parquet")
+        self._new = claims / f"{self._path.name}.{attempt}"
+
+    def acquire(self, target: Path, *, is_dead: Callable[[str], bool], patience: float) -> bool:
+        """False if `target` appears while waiting. Raises StorageError after `patience` seconds behind one holder."""
+        fs = self._fs
+        fs.remove_tree(self._new)
+        fs.mkdir(self._new)
+        fs.write_file(self._new / self._attempt, b"")
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                fs.rename(self._new, self._path)
+                return True
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
+            if fs.exists(target):
+                fs.remove_tree(self._new)
+                return False
+            holders = self._holders()
+            dead = [holder for holder in holders if holder == self._attempt or is_dead(holder)]
+            for holder in dead:
+                fs.unlink_if_there(self._path / holder)
+            if holders and not dead:
+                if time.monotonic() > deadline:
+                    fs.remove_tree(self._new)
+                    raise StorageError(
+                        f"{self._path} is held by {', '.join(holders)}, which has not published {target.name}. If no other "
+                        "batchjob works on this output, delete that directory and run the same command again."
+                    )
+                time.sleep(min(0.1, patience))
+
+    def _holders(self) -> list[str]:
+        try:
+            return self._fs.listdir(self._path)
+        except FileNotFoundError:
+            return []
+
+    def release(self) -> None:
+        self._fs.remove_tree(self._path)

@@ -49,8 +49,50 @@ class Status:
     def complete(self) -> bool:
         return self.num_chunks_committed == self.num_chunks
 
+    def to_dict(self) -> dict[str, Any]:
+        """The same as JSON values."""
+        return {
+            "job_id": self.manifest.job_id,
+            "complete": self.complete,
+            "rows": {
+                "total": self.num_rows,
+                "committed": self.num_rows_committed,
+                "logged": self.num_rows_logged,
+                "open": self.num_rows_open,
+            },
+            "parts": {"total": self.num_chunks, "committed": self.num_chunks_committed},
+            "output_rows": self.counts.to_json(),
+            "attempts": [{"attempt": a.attempt, "alive": a.alive, **a.record} for a in self.attempts],
+            "warnings": self.warnings,
+        }
 
-def job_status(output: Path, *, fs: FsOps | None = None) -> Status:
+    def render(self) -> str:
+        """A few lines for a person."""
+        done = self.num_rows_committed + self.num_rows_logged
+        share = done / self.num_rows if self.num_rows else float(self.complete)
+        state = "complete" if self.complete else "not complete"
+        parts = f"{self.num_chunks_committed:,} of {self.num_chunks:,} parts"
+        lines = [
+            f"{state}: {done:,} of {self.num_rows:,} rows finished ({share:.1%})",
+            f"  in parts       {self.num_rows_committed:,} rows, {parts}",
+            f"  in logs        {self.num_rows_logged:,} rows of chunks that are still open",
+            f"  open           {self.num_rows_open:,} rows",
+            f"  output rows    {self.counts.num_ok:,} ok, {self.counts.num_error:,} failed",
+            *(f"    {kind:<13}{number:,}" for kind, number in sorted(self.counts.errors.items())),
+            f"  output tokens  {self.counts.num_output_tokens:,}",
+        ]
+        running = [a for a in self.attempts if a.alive]
+        unknown = sum(a.alive is None for a in self.attempts)
+        lines.append(
+            f"  attempts       {len(self.attempts)}, running here: {len(running)}"
+            + (f", on other machines or boots: {unknown}" if unknown else "")
+        )
+        lines += [f"    {a.attempt} (process {a.record.get('pid')})" for a in running]
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        return "\n".join(lines)
+
+
+def job_status(output: str | Path, *, fs: FsOps | None = None) -> Status:
     """Raises UsageError if the directory holds no job, StorageError."""
     fs = fs or FsOps()
     output = Path(output).absolute()

@@ -65,7 +65,7 @@ class Store:
     @classmethod
     def create(
         cls,
-        output: Path,
+        output: str | Path,
         manifest: Manifest,
         plan: Plan,
         *,
@@ -82,14 +82,14 @@ class Store:
         return cls(output, *load_output(fs, output), attempt=attempt, fs=fs, memory_limit=memory_limit)
 
     @classmethod
-    def open(cls, output: Path, *, fs: FsOps | None = None, memory_limit: int = DEFAULT_MEMORY_LIMIT) -> Store:
+    def open(cls, output: str | Path, *, fs: FsOps | None = None, memory_limit: int = DEFAULT_MEMORY_LIMIT) -> Store:
         """Opens an output directory without writing anything. Raises UsageError if it is none, StorageError if it is
         damaged, ConfigMismatchError if a newer version wrote it."""
         fs, output = fs or FsOps(), Path(output).absolute()
         return cls(output, *load_output(fs, output), attempt=new_attempt_id(), fs=fs, memory_limit=memory_limit)
 
     @staticmethod
-    def exists(output: Path, *, fs: FsOps | None = None) -> bool:
+    def exists(output: str | Path, *, fs: FsOps | None = None) -> bool:
         """Whether a directory holds a job."""
         return exists(fs or FsOps(), Path(output).absolute())
 

@@ -123,7 +123,8 @@ class ChunkLog:
     """This attempt's log of one chunk. The file is made by the first append, with durable directory entries.
 
     After a failed write or fsync the file is never touched again: what is in it is unknown (a failed fsync may have
-    marked pages clean). `abandon` makes the next append start a new file.
+    marked pages clean). `abandon` makes the next append start a new file, and notes in `lost` if records were not
+    synced before: they must be written anew.
     """
 
     def __init__(self, fs: FsOps, directory: Path, attempt: str) -> None:
@@ -136,6 +137,7 @@ class ChunkLog:
         self.path: Path | None = None
         self.size = 0
         self.dirty = False  # something was written since the last sync
+        self.lost = False
 
     def append(self, record: bytes) -> int:
         """Writes a record, with one write() unless that comes back short, and returns its offset. Raises OSError."""
@@ -175,6 +177,11 @@ class ChunkLog:
         self.dirty = False
 
     def abandon(self) -> None:
+        self.lost = self.lost or self.dirty
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of the file; what was synced stays."""
         fd, self._fd = self._fd, -1
         self.dirty = False
         if fd >= 0:
@@ -182,5 +189,3 @@ class ChunkLog:
                 self._fs.close(fd)
             except OSError:
                 pass  # some file systems report a failed write once more here
-
-    close = abandon
