@@ -91,8 +91,13 @@ def iter_batches(path: str, first_row: int, columns: Sequence[str]) -> Iterator[
 def _empty_batches(rows: int, batch_size: int) -> Iterator[pa.RecordBatch]:
     while rows > 0:
         count = min(rows, batch_size)
-        yield pa.RecordBatch.from_struct_array(pa.array([{}] * count, pa.struct([])))
+        yield empty_batch(count)
         rows -= count
+
+
+def empty_batch(num_rows: int) -> pa.RecordBatch:
+    """Rows without columns."""
+    return pa.RecordBatch.from_struct_array(pa.array([{}] * num_rows, pa.struct([])))
 
 
 def column_values(batch: pa.RecordBatch, name: str) -> list[Any]:

@@ -122,6 +122,8 @@ class InputReader:
 
         A JSON column holds the value's JSON text as it was written in the file.
         """
+        if not self._schema.names:
+            return _no_columns(chunk.num_rows)
         tables = []
         for segment in chunk.segments:
             file = self._checked(segment)
@@ -130,8 +132,6 @@ class InputReader:
             if table.num_rows != segment.num_rows:
                 raise _changed(file)
             tables.append(table)
-        if not self._schema.names:
-            return _no_columns(chunk.num_rows, self._schema)
         if not tables:
             return self._schema.empty_table()
         return pa.concat_tables(tables).replace_schema_metadata(self._schema.metadata)
@@ -223,9 +223,7 @@ class InputReader:
         typed = [name for name, kind in self._kinds.items() if kind != "json"]
         as_json = [name for name, kind in self._kinds.items() if kind == "json"]
         values: dict[str, list[Any]] = {name: [] for name in self._kinds}
-        count = 0
         for _, _, raw in self._lines(file, segment):
-            count += 1
             row, error = (None, raw) if isinstance(raw, RowError) else jsonl.parse_row(raw)
             if row is None:
                 for column in values.values():
@@ -241,8 +239,6 @@ class InputReader:
                     texts = {name: jsonl.json_text(row.get(name)) for name in as_json}
                 for name in as_json:
                     values[name].append(texts.get(name))
-        if not self._kinds:
-            return _no_columns(count, self._schema)
         try:
             arrays = [pa.array(values[field.name], field.type) for field in self._schema]
         except (pa.ArrowException, OverflowError) as error:
@@ -283,8 +279,6 @@ class InputReader:
     def _parquet_carried(self, file: InputFile, segment: Segment) -> pa.Table:
         batches = list(self._batches(file, segment, self._schema.names))
         count = sum(batch.num_rows for batch in batches)
-        if not self._schema.names:
-            return _no_columns(count, self._schema)
         columns = []
         for field in self._schema:
             if batches and field.name in batches[0].schema.names:
@@ -306,10 +300,9 @@ def _changed(file: InputFile) -> InputMissingError:
     )
 
 
-def _no_columns(num_rows: int, schema: pa.Schema) -> pa.Table:
+def _no_columns(num_rows: int) -> pa.Table:
     """A table with rows but without columns."""
-    batch = pa.RecordBatch.from_struct_array(pa.array([{}] * num_rows, pa.struct([])))
-    return pa.Table.from_batches([batch]).replace_schema_metadata(schema.metadata)
+    return pa.Table.from_batches([parquet.empty_batch(num_rows)])
 
 
 def read_rows(
