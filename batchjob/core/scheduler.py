@@ -15,21 +15,20 @@ from collections import deque
 
 from batchjob.core.blocks import BlockPool
 from batchjob.core.chain import Chain
-from batchjob.core.pending import PendingPrefixes
 from batchjob.core.plan import Slice, StepPlan
 from batchjob.core.sequence import Sequence, SequenceState
 from batchjob.records import Request, RowError
 
-# Rows that one step may set aside because their prefix is being computed. Bounds the cost of a step when a whole queue
-# waits for one prefix; rows set aside leave the queue, so the next step looks further down it.
-_MAX_PARKED_PER_STEP = 64
+# How many rows one step may pass over because their prefix is being computed. Bounds the cost of a step where a whole
+# queue waits for one prefix.
+_MAX_LOOK_AHEAD = 64
 
 
 class Scheduler:
     """Host cost: O(1) per slice of a plan, O(blocks) once per admission; nothing grows with the queue or with lengths.
 
-    No prefix is computed twice at once: a row whose next block a running sequence is about to compute is set aside (see
-    pending.py) until it can share that block, then goes back to the head of the queue.
+    No prefix is computed twice at once: a waiting row whose next block a running sequence has yet to compute is passed
+    over, and shares that block one step later.
 
     With `prefix_caching` off, rows share nothing with other rows; the samples of one row still share its prompt, and a
     preempted sequence may find its own blocks again.
@@ -62,12 +61,12 @@ class Scheduler:
         self._running: dict[Sequence, None] = {}  # in order of admission
         self._num_growing = 0  # running sequences that may yet need another block
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._pending = PendingPrefixes()
+        self._pending: set[bytes] = set()  # digests of blocks that running sequences have yet to compute
         self._stuck: tuple[Sequence, int] | None = None  # head of the queue and the free blocks it lacked
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + self._pending.num_parked
+        return len(self._waiting)
 
     @property
     def num_running(self) -> int:
@@ -142,7 +141,7 @@ class Scheduler:
 
     def drop_waiting(self) -> list[Sequence]:
         """Takes out and returns everything that does not run: rows never started and preempted ones."""
-        dropped = [*self._waiting, *self._pending.drain()]
+        dropped = list(self._waiting)
         for seq in dropped:
             seq.state = SequenceState.FINISHED
         self._waiting.clear()
@@ -182,7 +181,7 @@ class Scheduler:
         del self._running[seq]
         self._num_growing -= self._may_grow(seq)
         if seq.chain is not None:
-            self._settle(seq, seq.chain.digests[seq.chain.num_registered :])
+            self._pending.difference_update(seq.chain.digests[seq.chain.num_registered :])
             seq.chain.detach()
         self.pool.free(seq.blocks)
         seq.blocks = []
@@ -201,24 +200,25 @@ class Scheduler:
         more steps, but 3 to 10 times fewer tokens computed again after preemptions.
         """
         waiting = self._waiting
-        num_parked = 0
-        while budget and waiting and self._free_slots and num_parked < _MAX_PARKED_PER_STEP:
+        passed_over: list[Sequence] = []
+        while budget and waiting and self._free_slots and len(passed_over) < _MAX_LOOK_AHEAD:
             seq = waiting[0]
             num_usable = self.pool.num_free - self._num_growing
             if self._stuck and self._stuck[0] is seq and self._stuck[1] > num_usable:
-                return
+                break
             hits = self._match(seq)
-            if self._park(seq, len(hits)):
-                num_parked += 1
+            if self._is_pending(seq, len(hits)):
+                passed_over.append(waiting.popleft())
                 continue
             num_new = self._num_blocks(len(seq.tokens)) - len(hits)
             num_taken = num_new + self.pool.num_unreferenced(hits)
             if num_taken > num_usable:
                 self._stuck = seq, num_taken
-                return
+                break
             waiting.popleft()
             self._start(seq, hits, num_new)
             budget = self._prefill(seq, slices, budget)
+        waiting.extendleft(reversed(passed_over))
 
     def _start(self, seq: Sequence, hits: list[int], num_new: int) -> None:
         self._stuck = None
@@ -234,7 +234,7 @@ class Scheduler:
         self._num_growing += self._may_grow(seq)
         if seq.chain is not None:
             self.pool.adopt(seq.chain, hits)
-            self._pending.announce(seq, seq.chain.digests[len(hits) :])
+            self._pending.update(seq.chain.digests[len(hits) :])
 
     def _prefill(self, seq: Sequence, slices: list[Slice], budget: int) -> int:
         """As many of its tokens as the budget allows. Returns what is left of the budget."""
@@ -269,16 +269,11 @@ class Scheduler:
         chain = self._chain(seq, len(seq.tokens) // block_size)
         return self.pool.match(chain, (len(seq.tokens) - 1) // block_size)
 
-    def _park(self, seq: Sequence, num_hits: int) -> bool:
-        """Sets the head of the queue aside if its next block is being computed by a running sequence."""
-        if seq.chain is None:
+    def _is_pending(self, seq: Sequence, num_hits: int) -> bool:
+        """Whether the block after its hits is one that it could share, once a running sequence has computed it."""
+        if seq.chain is None or num_hits == (len(seq.tokens) - 1) // self.pool.block_size:
             return False
-        num_sharable = (len(seq.tokens) - 1) // self.pool.block_size
-        digest = self._pending.last_common(seq.chain.digests[num_hits:num_sharable])
-        if digest is None:
-            return False
-        self._pending.park(self._waiting.popleft(), digest)
-        return True
+        return seq.chain.digests[num_hits] in self._pending
 
     def _publish(self, seq: Sequence, chain: Chain, num_full: int) -> None:
         """Its blocks up to `num_full` are computed: those it was admitted with enter the index."""
@@ -286,19 +281,18 @@ class Scheduler:
         last = min(num_full, len(chain.digests))
         if last > first:
             self.pool.register(chain, seq.blocks, last)
-            self._settle(seq, chain.digests[first:last])
-
-    def _settle(self, seq: Sequence, digests: list[bytes]) -> None:
-        """These of its blocks are no longer pending; rows parked for them go back to the head, in order."""
-        self._waiting.extendleft(reversed(self._pending.settle(seq, digests)))
+            self._pending.difference_update(chain.digests[first:last])
 
     def check(self) -> None:
         """Asserts the invariants, between any two calls. For tests."""
         block_size = self.pool.block_size
-        running, waiting = self._running, list(self._waiting)
+        running, waiting, pending = self._running, self._waiting, self._pending.copy()
         open_blocks = [block for seq in running for block in seq.blocks[seq.num_computed // block_size :]]
         self.pool.check([seq.blocks for seq in running], writable=open_blocks)
-        self._pending.check(running)
+        for seq in running:
+            if seq.chain is not None:
+                pending -= set(seq.chain.digests[seq.chain.num_registered :])
+        assert not pending
         slots = [seq.slot for seq in running]
         assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs))
         assert len(running) <= self.max_num_batched_tokens

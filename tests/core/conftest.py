@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from batchjob.core import BlockPool, Scheduler, Sequence, StepPlan
+from batchjob.core import BlockPool, Scheduler, Sequence, SequenceState, StepPlan
 from batchjob.records import Request
 from batchjob.sampling import SamplingParams
 
@@ -85,6 +85,7 @@ class Runner:
         self.model = PrefixModel(block_size)
         self.outputs: dict[tuple[int, int], list[int]] = {}
         self.overgrown: list[Sequence] = []
+        self.seen: dict[Sequence, None] = {}  # every sequence that ever ran
         self.num_steps = 0
         self._check = self.scheduler.check if checked else lambda: None
 
@@ -102,6 +103,7 @@ class Runner:
             return None
         assert 0 < plan.num_tokens <= self.scheduler.max_num_batched_tokens
         self.num_steps += 1
+        self.seen.update(dict.fromkeys(piece.seq for piece in plan.slices))
         summary = [(seq.request.row_index, start, stop) for seq, start, stop in plan.slices]
         self.scheduler.commit(plan, self.model.execute(plan))
         self._check()
@@ -114,6 +116,14 @@ class Runner:
                 assert key not in self.outputs
                 self.outputs[key] = seq.output_token_ids
         return summary
+
+    @property
+    def running(self) -> list[Sequence]:
+        return [seq for seq in self.seen if seq.state is SequenceState.RUNNING]
+
+    def run_until_preempted(self) -> None:
+        while not self.scheduler.num_preemptions:
+            assert self.step() is not None, "all rows ended and none was preempted"
 
     def run(self) -> Runner:
         while self.step() is not None:

@@ -169,18 +169,6 @@ def test_drop_waiting_takes_out_all_that_does_not_run(make_runner, make_request)
     assert list(runner.outputs) == [(0, 0)]
 
 
-def test_drop_waiting_includes_parked_rows(make_runner, make_request):
-    runner = make_runner(max_num_batched_tokens=4)
-    runner.add(*(make_request(row, range(40), max_tokens=2) for row in range(3)))
-    runner.step()
-    assert runner.step() == [(0, 4, 8)]
-    assert runner.scheduler.num_waiting == 2
-    assert len(runner.scheduler.drop_waiting()) == 2
-    runner.scheduler.check()
-    runner.run()
-    assert list(runner.outputs) == [(0, 0)]
-
-
 def test_commit_wants_one_token_for_each_slice_that_samples(make_request):
     scheduler = Scheduler(BlockPool(8, 4), max_num_seqs=4, max_num_batched_tokens=64, max_model_len=100)
     scheduler.add(make_request(0, [1, 2, 3]))
