@@ -128,6 +128,13 @@ class TestEnds:
         assert (done[0].text, done[1].text) == ("a", "a;b")
 
 
+class HalfCharacters(Letters):
+    """One byte per token."""
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(token for token in ids if token).decode(errors="replace")
+
+
 class TestStopStrings:
     def test_cut_from_the_text_but_not_from_the_ids(self) -> None:
         completion = answer("one\n\nQ: two", stop=("\n\nQ:",))
@@ -154,11 +161,10 @@ class TestStopStrings:
         done = run(engine, [Request(row, 0, [65], params[row], 0) for row in range(3)])
         assert [done[row].text for row in range(3)] == ["a;b", "a", "a;"]
 
-    def test_held_back_text_that_completes_one_at_the_end_counts(self) -> None:
-        class HalfCharacters(Letters):
-            def decode(self, ids: list[int]) -> str:
-                return bytes(token for token in ids if token).decode(errors="replace")
+    def test_the_end_token_takes_no_part(self) -> None:
+        assert outcome(answer("ab;", stop_token_ids=(ord(";"),), stop=("b;",))) == ("ab", "stop", 3)
 
+    def test_held_back_text_that_completes_one_at_the_end_counts(self) -> None:
         runner = ScriptedRunner([[65, 0xE3]])
         engine = Engine(runner, HalfCharacters(), EngineConfig(max_model_len=50, eos_token_ids=(EOS,)))
         done = run(engine, [Request(0, 0, [65], SamplingParams(stop=("\ufffd",), max_tokens=2), 0)])
@@ -182,6 +188,11 @@ class TestMinTokens:
 
     def test_equal_to_max_tokens(self) -> None:
         assert outcome(answer("abcdefgh", min_tokens=6, max_tokens=6)) == ("abcdef", "length", 6)
+
+    def test_text_held_back_until_an_end_below_min_tokens_does_not_cut(self) -> None:
+        engine = Engine(ScriptedRunner([[65, 0xE3]]), HalfCharacters(), EngineConfig(max_model_len=3))
+        done = run(engine, [Request(0, 0, [65], SamplingParams(stop=("\ufffd",), min_tokens=9), 0)])
+        assert outcome(done[0]) == ("A\ufffd", "length", 2)
 
     def test_the_model_limit_ends_a_row_below_min_tokens(self) -> None:
         assert outcome(answer("ab;cd;", max_model_len=4, min_tokens=9, stop=(";",))) == ("ab;", "length", 3)
@@ -363,6 +374,22 @@ def test_stop_strings_survive_preemption() -> None:
     done = run(engine, [Request(row, 0, [65 + row], SamplingParams(stop=("z;",)), row) for row in range(4)])
     assert engine.stats.num_preemptions > 0
     assert {completion.text for completion in done.values()} == {text[:-3]}
+
+
+def test_no_way_to_end_leaves_anything_behind() -> None:
+    runner = ScriptedRunner([codes("abcdefghijkl")] * 6 + [[65, -1]], num_blocks=3, block_size=4, max_num_seqs=1)
+    engine = Engine(runner, Letters(), EngineConfig(max_model_len=100, eos_token_ids=(ord("d"),)))
+    settings = [{"stop": ("b",)}, {"max_tokens": 2}, {}, {"ignore_eos": True}, {"ignore_eos": True}, {}, {}]
+    params = [SamplingParams(**{"stop": ("#",), **setting}) for setting in settings]  # type: ignore[arg-type]
+    done = run(engine, [Request(row, 0, [65], params[row], row) for row in range(7)])
+    assert sum(completion.error is not None for completion in done.values()) == 3  # two overgrown, one not numbers
+    engine.add(Request(0, 0, [65], params[3], 0))
+    engine.add(Request(1, 0, [65], params[3], 0))
+    engine.step()
+    engine.drop_waiting()
+    while engine.has_unfinished():
+        engine.step()
+    assert engine._stop_strings == {}
 
 
 def test_rows_without_stop_strings_are_decoded_once() -> None:

@@ -69,7 +69,8 @@ def test_answers_depend_on_stream_and_prompt() -> None:
 
 def test_limits_are_kept() -> None:
     assert all(len(done.token_ids) == 1 for done in run(requests_of(20, max_tokens=1)).values())
-    assert all(len(done.token_ids) >= 12 for done in run(requests_of(20, min_tokens=12)).values())
+    long = run(requests_of(20, min_tokens=12)).values()
+    assert all(len(done.token_ids) == 13 and done.token_ids.index(2) == 12 for done in long)
     endless = run(requests_of(20, ignore_eos=True, max_tokens=150))
     assert all((len(done.token_ids), done.finish_reason) == (150, "length") for done in endless.values())
     assert all(2 not in done.token_ids for done in endless.values())

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from batchjob.core import Sequence
+from batchjob.engine.filters import _mass
 from batchjob.engine.sampler import GROUP, Sampler
 from batchjob.records import Request, stream_key
 from batchjob.sampling import SamplingParams
@@ -175,6 +176,13 @@ def test_weights_are_bitwise_equal_wherever_a_row_stands() -> None:
     for row in range(9):
         assert torch.equal(weights([row])[0], together[row])
         assert torch.equal(weights([8 - row, row])[1], together[row])
+
+
+def test_the_mass_of_a_row_is_not_split_between_threads() -> None:
+    torch.set_num_threads(2)
+    weights = randn(3, 200, GROUP).exp()
+    together = _mass(weights)
+    assert [_mass(weights[row : row + 1]).item() for row in range(3)] == together.tolist()
 
 
 def test_a_seeded_row_gives_the_same_tokens_whatever_runs_beside_it() -> None:

@@ -93,6 +93,13 @@ class TestArmed:
         assert matcher.feed(" c;", armed=True)
         assert matcher.text == "a; b c"
 
+    def test_a_short_one_complete_too_early_is_not_found_again_beside_a_long_one(self) -> None:
+        matcher = StopMatcher(("ab", "a long one"))
+        assert not matcher.feed("xab", armed=False)
+        assert not matcher.feed("c", armed=True)
+        assert not matcher.feed("d", armed=True)
+        assert matcher.text == "xabcd"
+
     def test_one_that_began_early_but_is_complete_in_time_cuts(self) -> None:
         matcher = StopMatcher(("END",))
         assert not matcher.feed("x EN", armed=False)
