@@ -144,7 +144,16 @@ class Sampler:
 
 
 def _argmax(logits: Tensor) -> Tensor:
-    """The first of the largest logits of each row; -1 where that is not a finite number (NaN wins an argmax)."""
-    token = torch.argmax(logits, dim=1)
+    """The first of the largest logits of each row; -1 where that is not a finite number (NaN wins an argmax).
+
+    By the best of each group first: on a CPU a maximum is 10 times as fast as an argmax.
+    """
+    if logits.shape[1] % GROUP or not logits.is_contiguous():
+        token = torch.argmax(logits, dim=1)
+    else:
+        grouped = logits.view(len(logits), -1, GROUP)
+        group = torch.argmax(grouped.amax(dim=2), dim=1)
+        inside = grouped[torch.arange(len(logits), device=logits.device), group]
+        token = group * GROUP + torch.argmax(inside, dim=1)
     value = logits.gather(1, token[:, None]).squeeze(1)
     return torch.where(torch.isfinite(value), token, -1)

@@ -311,10 +311,14 @@ def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
 # -- edits of the logits
 
 
-def test_greedy_takes_the_first_of_equal_logits() -> None:
-    logits = torch.zeros(2, 50)
-    logits[1, [30, 40]] = 1.0
-    assert Sampler(50, EOS).sample(logits, [sequence(), sequence()]).tolist() == [0, 30]
+@pytest.mark.parametrize("vocab_size", [50, 3 * GROUP])
+def test_greedy_takes_the_first_of_equal_logits(vocab_size: int) -> None:
+    logits = randn(40, vocab_size).round()  # many ties
+    logits[0] = 0.0
+    tokens = Sampler(vocab_size, EOS).sample(logits, [sequence()] * 40)
+    assert tokens.tolist() == [row.index(max(row)) for row in logits.tolist()]
+    strided = torch.cat([logits, logits], dim=1)[:, :vocab_size]
+    assert torch.equal(Sampler(vocab_size, EOS).sample(strided, [sequence()] * 40), tokens)
 
 
 def penalised(logits: list[float], seq: Sequence) -> list[float]:
@@ -397,13 +401,13 @@ class TestMinTokens:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"repetition_penalty": 1.1}], ids=str)
 def test_logits_that_are_no_numbers_give_no_token(bad: float, params: dict[str, Any]) -> None:
-    logits = randn(4, 300)
+    vocab_size = 300 if params else 2 * GROUP
+    logits = randn(4, vocab_size)
     seqs = [sequence(row, slot=row, **params) for row in range(4)]
-    good = Sampler(300, EOS).sample(logits, seqs).tolist()
+    good = Sampler(vocab_size, EOS).sample(logits, seqs).tolist()
     logits[1, :] = -math.inf
-    if bad > -math.inf or math.isnan(bad):
-        logits[1, 17] = bad
-    assert Sampler(300, EOS).sample(logits, seqs).tolist() == [good[0], -1, good[2], good[3]]
+    logits[1, 17] = bad
+    assert Sampler(vocab_size, EOS).sample(logits, seqs).tolist() == [good[0], -1, good[2], good[3]]
 
 
 def test_masked_tokens_of_a_model_are_never_drawn() -> None:
