@@ -1,0 +1,130 @@
+"""The attention function that is put into Transformers models, and what it is given through the model's `forward`.
+
+Transformers calls it from every attention module with queries and keys already rotated; one `StepContext` per step
+travels beside them as the keyword argument `step`. Anything else it is told that would change the result, and that it
+does not know, is refused: an ignored window or bias would make every output silently wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from batchjob.engine.kv_cache import KVCache
+from batchjob.errors import UnsupportedModelError
+from batchjob_kernels import AttnMeta
+
+ATTENTION_NAME = "batchjob_paged"
+
+# Keyword arguments that reach the function and do not change what it computes.
+_NEUTRAL = frozenset({"position_ids", "use_cache", "output_router_logits", "output_attentions", "output_hidden_states"})
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """How one attention module called the function: what the load check looks at."""
+
+    module: nn.Module
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    window: int | None
+    softcap: float | None
+
+
+@dataclass(slots=True, eq=False)
+class StepContext:
+    """One step: its layout, the cache it writes to, the backend that computes. Without a cache it only records."""
+
+    meta: AttnMeta | None = None
+    cache: KVCache | None = None
+    backend: ModuleType | None = None
+    calls: list[LayerCall] = field(default_factory=list)
+
+    def attend(
+        self,
+        layer_index: int,
+        q: Tensor,
+        kv: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Stores `kv` [num_tokens, 2, kv_heads, head_dim], then attends: `q` and the result are [num_tokens, heads, dim]."""
+        assert self.meta is not None
+        assert self.cache is not None
+        assert self.backend is not None
+        layer = self.cache.layers[layer_index]
+        self.backend.write_kv(kv, layer, self.meta.slots)
+        return self.backend.paged_attention(
+            q, kv, layer, self.meta, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
+
+
+def injected_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    step: StepContext | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Called as Transformers calls an attention function: `query` [1, heads, num_tokens, head_dim], `key` and `value`
+    with their own number of heads. Returns [1, num_tokens, heads, head_dim]. Raises UnsupportedModelError."""
+    name = type(module).__name__
+    if step is None:
+        raise UnsupportedModelError(f"{name} does not pass keyword arguments on to its attention function")
+    unknown = sorted(key for key, value in others.items() if key not in _NEUTRAL and not _is_default(value))
+    if attention_mask is not None:
+        unknown.insert(0, "attention_mask")
+    if dropout:
+        unknown.append("dropout")
+    if unknown:
+        raise UnsupportedModelError(f"{name} wants attention with {', '.join(unknown)}, which is not supported")
+    if step.cache is None:
+        call = LayerCall(module, query.shape[1], key.shape[1], key.shape[3], value.shape[3], sliding_window, softcap)
+        step.calls.append(call)
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+    kv = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)  # [num_tokens, 2, kv_heads, head_dim]
+    out = step.attend(
+        layer_index_of(module),
+        query[0].transpose(0, 1),
+        kv,
+        scale=query.shape[3] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out.unsqueeze(0), None
+
+
+def layer_index_of(module: nn.Module) -> int:
+    index = getattr(module, "layer_idx", None)
+    if not isinstance(index, int):
+        raise UnsupportedModelError(f"{type(module).__name__} does not say which layer it belongs to")
+    return index
+
+
+def _is_default(value: Any) -> bool:
+    return value is None or (isinstance(value, bool | int | float) and not value)
+
+
+def register() -> None:
+    """Makes the function known to Transformers. With no mask function of that name, none is built and none passed."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, injected_attention)

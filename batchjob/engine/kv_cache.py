@@ -1,0 +1,112 @@
+"""`KVCache`: the keys and values of all layers, and how much memory they get."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from batchjob.errors import EngineError
+
+_SHARE_OF_FREE_MEMORY = {"cpu": 0.25, "cuda": 0.9}
+
+
+class LayerShape(NamedTuple):
+    num_kv_heads: int
+    head_dim: int
+
+
+class KVCache:
+    """`layers[i]` is [num_blocks + 1, block_size, 2, num_kv_heads, head_dim], keys first (see batchjob_kernels.meta).
+
+    Zeroed once: what is masked is still read, and a NaN left in fresh memory would survive a multiplication by zero.
+    The last block, `null_block`, is never written; block tables are padded with it.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.null_block = num_blocks
+        self.layers: list[Tensor] = [
+            torch.zeros(num_blocks + 1, block_size, 2, *shape, dtype=dtype, device=device) for shape in shapes
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(layer.numel() * layer.element_size() for layer in self.layers)
+
+
+def bytes_per_block(shapes: Sequence[LayerShape], *, block_size: int, dtype: torch.dtype) -> int:
+    return sum(2 * block_size * shape.num_kv_heads * shape.head_dim * dtype.itemsize for shape in shapes)
+
+
+def choose_num_blocks(
+    block_bytes: int, *, kv_cache_bytes: int | None, max_useful_blocks: int, device: torch.device
+) -> int:
+    """How many blocks to allocate: what the user gave, else a share of the free memory; never more than is useful.
+
+    Raises EngineError when not even one block fits.
+    """
+    budget = kv_cache_bytes
+    if budget is None:
+        budget = int(available_memory(device) * _SHARE_OF_FREE_MEMORY[device.type])
+    num_blocks = min(budget // block_bytes - 1, max_useful_blocks)  # one more is the null block
+    if num_blocks < 1:
+        raise EngineError(
+            f"{budget:,} bytes hold no KV cache: two blocks need {2 * block_bytes:,}; "
+            "give more with --kv-cache-memory, or use a smaller --block-size"
+        )
+    return num_blocks
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated: on a CPU what the kernel calls available, within the limits of our cgroups."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return min([available, *_cgroup_headroom()])
+
+
+def _cgroup_headroom() -> list[int]:
+    """What the memory limits of this process's control groups and of those above leave (a SLURM job has one)."""
+    headroom = []
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, limit_name, used_name = Path("/sys/fs/cgroup"), "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            root, limit_name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+            used_name = "memory.usage_in_bytes"
+        else:
+            continue
+        group = root / path.lstrip("/")
+        for directory in [group, *group.parents]:
+            try:
+                limit = (directory / limit_name).read_text().strip()
+                if limit != "max":
+                    used = int((directory / used_name).read_text())
+                    # Of what counts as used, file pages can be had back.
+                    stat = dict(row.split() for row in (directory / "memory.stat").read_text().splitlines())
+                    reclaimable = int(stat.get("inactive_file", stat.get("total_inactive_file", 0)))
+                    headroom.append(max(0, int(limit) - used + reclaimable))
+            except (OSError, ValueError):
+                pass
+            if directory == root:
+                break
+    return headroom

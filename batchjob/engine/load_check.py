@@ -1,0 +1,171 @@
+"""What a freshly loaded model must show before it computes a row.
+
+With no mask registered, a feature that our attention does not see (a window, a bias, a layer that mixes tokens by
+itself) raises nothing: the output is just wrong. So the calls of every attention module are looked at, and then two
+short sequences, packed and in parts, must give what the model's own eager forward gives for each alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from batchjob.engine.attention import ATTENTION_NAME, LayerCall, StepContext, layer_index_of
+from batchjob.engine.kv_cache import KVCache, LayerShape
+from batchjob.errors import UnsupportedModelError
+from batchjob_kernels import AttnMeta
+
+Forward = Callable[[nn.Module, Tensor, Tensor, Tensor, StepContext], Tensor]
+
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_ATTENTION_TYPES = {"full_attention", "sliding_attention"}
+# Greatest difference of packed and eager logits, as a share of the largest logit.
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.bfloat16: 0.1, torch.float16: 0.05}
+# Sequence 0 comes in three parts beside a whole one, with one-token steps at the end: (sequence, start, stop) per step.
+_TEST_LENS = (23, 12)
+_TEST_STEPS = (((0, 0, 13), (1, 0, 11)), ((1, 11, 12), (0, 13, 22)), ((0, 22, 23),))
+_TEST_BLOCK_SIZE = 4
+
+
+def check_rotary(module: nn.Module, max_model_len: int) -> None:
+    """Refuses rotary embeddings whose frequencies follow the longest position of a batch, unless none gets that far.
+
+    Up to their original length they are constant; beyond it one long row would change the others of its step.
+    """
+    for part in module.modules():
+        found = getattr(part, "rope_type", None)
+        for layer_type, rope_type in found.items() if isinstance(found, dict) else [(None, found)]:
+            if not isinstance(rope_type, str) or not any(name in rope_type for name in _LENGTH_DEPENDENT_ROPE):
+                continue
+            limit = _original_len(part, layer_type)
+            if max_model_len > limit:
+                raise UnsupportedModelError(
+                    f"{type(module).__name__} has rotary type {rope_type!r}, which beyond {limit} tokens depends on the "
+                    f"longest row of a batch; set --max-model-len to at most {limit}"
+                )
+
+
+def _original_len(part: nn.Module, layer_type: str | None) -> int:
+    config: Any = part.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    if layer_type is not None:
+        rope = rope.get(layer_type, {})
+    lengths = (rope.get("original_max_position_embeddings"), getattr(config, "original_max_position_embeddings", None))
+    return int(next((length for length in lengths if length), config.max_position_embeddings))
+
+
+def check_layers(module: nn.Module, forward: Forward) -> list[LayerCall]:
+    """Runs one forward that records every attention call, and returns them by layer. Raises UnsupportedModelError."""
+    name = type(module).__name__
+    config: Any = module.config.get_text_config()  # type: ignore[union-attr, operator]
+    layer_types = getattr(config, "layer_types", None) or []
+    if unknown := sorted(set(layer_types) - _ATTENTION_TYPES):
+        raise UnsupportedModelError(f"{name} has layers of type {', '.join(unknown)}, which are not supported")
+    step = StepContext()
+    ids = torch.arange(4, device=_device(module))
+    try:
+        forward(module, ids, ids, ids, step)
+    except TypeError as error:
+        raise UnsupportedModelError(f"{name} does not take packed input: {error}") from None
+    num_layers = int(config.num_hidden_layers)
+    calls = {layer_index_of(call.module): call for call in step.calls}
+    if len(step.calls) != num_layers or sorted(calls) != list(range(num_layers)):
+        raise UnsupportedModelError(
+            f"{name} calls its attention function {len(step.calls)} times in {num_layers} layers; "
+            "the other layers do not dispatch attention through Transformers' interface"
+        )
+    for index, call in sorted(calls.items()):
+        if problem := _layer_problem(call, config, layer_types[index] if layer_types else None):
+            raise UnsupportedModelError(f"{name}, layer {index}: {problem}")
+    return [calls[index] for index in range(num_layers)]
+
+
+def _layer_problem(call: LayerCall, config: Any, layer_type: str | None) -> str | None:
+    if not getattr(call.module, "is_causal", True):
+        return "its attention is not causal"
+    if call.value_dim != call.head_dim:
+        return f"values of size {call.value_dim} beside keys of size {call.head_dim} are not supported"
+    if call.num_heads % call.num_kv_heads:
+        return f"{call.num_heads} heads cannot share {call.num_kv_heads} KV heads"
+    windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    if layer_type is not None:
+        windowed = layer_type == "sliding_attention"
+    if windowed and call.window is None:
+        return "it has a sliding window that its attention function is not told of"
+    if getattr(config, "attn_logit_softcapping", None) and call.softcap is None:
+        return "it has a soft-cap that its attention function is not told of"
+    return None
+
+
+@torch.inference_mode()
+def packed_self_test(module: nn.Module, shapes: list[LayerShape], backend: ModuleType, forward: Forward) -> int:
+    """Compares packed with eager; returns the width of the logits. Raises UnsupportedModelError where they differ."""
+    expected = eager_logits(module)
+    actual = packed_logits(module, shapes, backend, forward)
+    compare_logits(type(module).__name__, expected, actual)
+    return int(expected[0].shape[1])
+
+
+def test_tokens(module: nn.Module) -> list[Tensor]:
+    vocab_size = int(module.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(vocab_size, (length,), generator=generator).to(_device(module)) for length in _TEST_LENS]
+
+
+def eager_logits(module: nn.Module) -> list[Tensor]:
+    """Logits [length, vocab] of each test sequence alone, by the model's own attention."""
+    module.set_attn_implementation("eager")  # type: ignore[operator]
+    try:
+        return [module(input_ids=ids[None], use_cache=False).logits[0] for ids in test_tokens(module)]
+    finally:
+        module.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
+
+
+def packed_logits(module: nn.Module, shapes: list[LayerShape], backend: ModuleType, forward: Forward) -> list[Tensor]:
+    """The same logits from packed steps over a paged cache."""
+    tokens = test_tokens(module)
+    device = _device(module)
+    dtype = next(module.parameters()).dtype
+    size = _TEST_BLOCK_SIZE
+    num_blocks = [-(-length // size) for length in _TEST_LENS]
+    cache = KVCache(shapes, num_blocks=sum(num_blocks), block_size=size, dtype=dtype, device=device)
+    table = torch.full((2, max(num_blocks)), cache.null_block, device=device)
+    for row, ids in enumerate(torch.arange(sum(num_blocks)).flip(0).split(num_blocks)):
+        table[row, : len(ids)] = ids
+    parts: list[list[Tensor]] = [[], []]
+    for pieces in _TEST_STEPS:
+        rows = [row for row, _, _ in pieces]
+        positions = [torch.arange(start, stop, device=device) for _, start, stop in pieces]
+        slots = [table[row, where // size] * size + where % size for row, where in zip(rows, positions, strict=True)]
+        meta = AttnMeta(
+            query_lens=[stop - start for _, start, stop in pieces],
+            kv_lens=[stop for _, _, stop in pieces],
+            block_table=table[rows],
+            slots=torch.cat(slots),
+            block_size=size,
+        )
+        ids = torch.cat([tokens[row][start:stop] for row, start, stop in pieces])
+        keep = torch.arange(len(ids), device=device)
+        logits = forward(module, ids, torch.cat(positions), keep, StepContext(meta, cache, backend))
+        for row, part in zip(rows, logits.split(meta.query_lens), strict=True):
+            parts[row].append(part)
+    return [torch.cat(of_row) for of_row in parts]
+
+
+def compare_logits(name: str, expected: list[Tensor], actual: list[Tensor]) -> None:
+    for own, packed in zip(expected, actual, strict=True):
+        limit = _TOLERANCE[own.dtype] * float(own.abs().max())
+        difference = float((own - packed).abs().max())
+        if not difference <= limit:  # also where it is NaN
+            raise UnsupportedModelError(
+                f"{name} gives other logits for packed rows than for each row alone (difference {difference:.2g}, "
+                f"allowed {limit:.2g}): some part of it mixes tokens outside of its attention function"
+            )
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device

@@ -1,0 +1,102 @@
+"""Loads a causal language model through Transformers with our attention inside, or refuses it by name.
+
+Local directories and safetensors only; no code from a checkpoint is run. The config object is private to the model,
+because Transformers writes the name of the attention function into it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from batchjob.engine.attention import ATTENTION_NAME, StepContext, register
+from batchjob.engine.kv_cache import LayerShape
+from batchjob.engine.load_check import check_layers, check_rotary, packed_self_test
+from batchjob.errors import EngineError, UnsupportedModelError
+
+
+@dataclass(slots=True, eq=False)
+class LoadedModel:
+    """A model that takes packed steps, and what sizes the cache and the sampler."""
+
+    module: nn.Module
+    shapes: list[LayerShape]  # of the KV cache, by layer
+    vocab_size: int  # width of the logits
+    name: str  # of its class
+
+    def forward(self, input_ids: Tensor, positions: Tensor, keep: Tensor, step: StepContext) -> Tensor:
+        """`input_ids` and `positions` int64 [num_tokens] -> logits [len(keep), vocab_size] of the rows `keep`."""
+        return packed_forward(self.module, input_ids, positions, keep, step)
+
+
+def load_model(
+    path: str | Path, *, dtype: torch.dtype, device: torch.device, max_model_len: int, backend: ModuleType
+) -> LoadedModel:
+    """Raises UnsupportedModelError (the message says what the engine cannot do) or EngineError (it does not load)."""
+    config = _load_config(Path(path))
+    module = _load_module(Path(path), config, dtype).to(device)
+    return prepare_model(module, max_model_len=max_model_len, backend=backend)
+
+
+def prepare_model(module: nn.Module, *, max_model_len: int, backend: ModuleType) -> LoadedModel:
+    """Checks that a Transformers model built with our attention gives, packed, what it gives by itself."""
+    name = type(module).__name__
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    module.eval()
+    check_rotary(module, max_model_len)
+    calls = check_layers(module, packed_forward)
+    shapes = [LayerShape(call.num_kv_heads, call.head_dim) for call in calls]
+    vocab_size = packed_self_test(module, shapes, backend, packed_forward)
+    return LoadedModel(module, shapes, vocab_size, name)
+
+
+@torch.inference_mode()
+def packed_forward(module: nn.Module, input_ids: Tensor, positions: Tensor, keep: Tensor, step: StepContext) -> Tensor:
+    logits: Tensor = module(
+        input_ids=input_ids[None],
+        position_ids=positions[None],
+        use_cache=False,
+        logits_to_keep=keep,
+        step=step,
+    ).logits[0]
+    return logits if len(logits) == len(keep) else logits[keep]
+
+
+def _load_config(path: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        message = f"{path} has no configuration that Transformers knows: {_first_line(error)}"
+        raise UnsupportedModelError(message) from None
+
+
+def _load_module(path: Path, config: Any, dtype: torch.dtype) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    register()
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+        )
+    except ValueError as error:  # not a causal language model, or one that takes no attention function
+        raise UnsupportedModelError(f"{config.model_type} models do not run here: {_first_line(error)}") from None
+    except (OSError, RuntimeError) as error:
+        raise EngineError(f"{path} does not load: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

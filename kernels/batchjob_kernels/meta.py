@@ -1,0 +1,43 @@
+"""`AttnMeta`: what the attention of one step needs to know beside the tensors of a layer; the same for every layer.
+
+Layout of one layer's cache: [num_blocks, block_size, 2, num_kv_heads, head_dim], keys at index 0 of the third axis and
+values at index 1, so that a token's keys and values are written as one row and a block is read as one piece of memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Context(NamedTuple):
+    """Sequences `first_seq:last_seq` of the step hold the same blocks `first_block:last_block`, full of tokens that
+    come before every query of theirs. So these keys and values can be read once for all of them."""
+
+    first_seq: int
+    last_seq: int
+    first_block: int
+    last_block: int
+
+
+@dataclass(eq=False)
+class AttnMeta:
+    """One step over sequences laid end to end. Sequence i brings `query_lens[i]` new tokens, the last of its
+    `kv_lens[i]`; all lists and tensors follow that order. Lengths are in tokens."""
+
+    query_lens: list[int]
+    kv_lens: list[int]  # new tokens included
+    block_table: Tensor  # int64 [num_seqs, max_blocks]; past a sequence's last block: any block of finite numbers
+    slots: Tensor  # int64 [num_tokens]: block * block_size + offset where a new token's key and value go
+    block_size: int
+    contexts: list[Context] = field(default_factory=list)  # a hint: backends may ignore it; outer ones first
+    plans: dict[int | None, Any] = field(default_factory=dict)  # what a backend worked out for this step, per window
+
+    def first_blocks(self) -> list[int]:
+        """Per sequence, how many leading blocks the contexts cover."""
+        first = [0] * len(self.query_lens)
+        for context in self.contexts:
+            first[context.first_seq : context.last_seq] = [context.last_block] * (context.last_seq - context.first_seq)
+        return first
