@@ -191,7 +191,7 @@ class OpenChunk:
                 return
             except OSError:
                 log.abandon()
-        # What a file holds after a failed write or fsync is unknown, and asking again proves nothing: write it all anew.
+        # What a file holds after a failed write or fsync is unknown, and asking again proves nothing: a new file.
         written = False
         try:
             log.lost = False

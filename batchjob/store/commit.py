@@ -44,7 +44,7 @@ def commit_chunk(
     FileNotFoundError if a log that `batches` reads has gone.
     """
     target = context.layout.part(chunk.index)
-    tables = PartTables(context.manifest.arrow_schema, chunk, carried, with_token_ids=context.manifest.output_token_ids)
+    tables = PartTables(context.schema, chunk, carried, with_token_ids=context.manifest.output_token_ids)
     tmp, info = _write_checked(context, chunk, tables, batches)
     with storage_errors("publishing", target):
         won = context.publish(tmp, target)
@@ -144,7 +144,7 @@ class PartTables:
 
     def __post_init__(self) -> None:
         names = [name for name in self.schema.names if name not in OWN_COLUMNS]
-        if not names:
+        if not names or not self.chunk.num_rows:
             return
         if self.carried is None or self.carried.num_rows != self.chunk.num_rows:
             have = 0 if self.carried is None else self.carried.num_rows

@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pyarrow as pa
+
 from batchjob.plan import Chunk
 from batchjob.store.attempts import is_alive, read_attempt
 from batchjob.store.fsops import FsOps
@@ -46,6 +48,10 @@ class StoreContext:
     attempt: str
     memory: MemoryBudget = field(default_factory=MemoryBudget)
     patience: float = 60.0  # seconds
+    schema: pa.Schema = field(init=False)  # of every part
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "schema", self.manifest.arrow_schema)
 
     def read_part(self, chunk: Chunk) -> PartInfo:
         """The footer of a chunk's part, checked. Raises BadPartError, or OSError (FileNotFoundError: there is none)."""
@@ -53,7 +59,7 @@ class StoreContext:
 
     def read_part_at(self, path: Path, chunk: Chunk) -> PartInfo:
         """The same for a file that has not its final name."""
-        info = read_info(self.fs, path)
+        info = read_info(self.fs, path, self.schema)
         check_expected(info, job_id=self.manifest.job_id, fingerprint=self.manifest.fingerprint_digest, chunk=chunk)
         return info
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from batchjob.plan import Chunk
 from batchjob.records import Completion, RowError
 from batchjob.store.counts import Counts
 from batchjob.store.fsops import FsOps, Sink
-from batchjob.store.schema import GENERATED, PLACE, TOKEN_IDS
+from batchjob.store.schema import OWN_COLUMNS
 from batchjob.store.wal import encode_record
 
 PART_VERSION = 1
@@ -55,16 +56,24 @@ class PartInfo:
             "writer": self.writer,
             "attempt": self.attempt,
         }
-        return {_PREFIX + name: str(value) for name, value in values.items()}
+        texts = {name: str(value) for name, value in values.items()}
+        texts["digest"] = _digest(texts)
+        return {_PREFIX + name: text for name, text in texts.items()}
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[bytes, bytes]) -> PartInfo:
-        """Raises BadPartError if the keys are not there or not understood."""
+        """Raises BadPartError if keys are missing, not understood or damaged (Parquet has no checksum on them)."""
+        texts: dict[str, str] = {}
 
         def get(name: str) -> str:
-            return metadata[(_PREFIX + name).encode()].decode()
+            return texts[name]
 
         try:
+            for key, value in metadata.items():
+                if key.startswith(_PREFIX.encode()):
+                    texts[key.decode().removeprefix(_PREFIX)] = value.decode()
+            if texts.pop("digest") != _digest(texts):
+                raise BadPartError("its footer is damaged")
             if int(get("part_version")) > PART_VERSION:
                 raise ConfigMismatchError(
                     f"a part was written in a newer format, by batchjob {get('writer')}. Use that version."
@@ -82,6 +91,10 @@ class PartInfo:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise BadPartError(f"its footer is not that of a part ({error!r})") from error
+
+
+def _digest(texts: Mapping[str, str]) -> str:
+    return hashlib.blake2b(json.dumps(sorted(texts.items())).encode(), digest_size=8).hexdigest()
 
 
 class ContentHash:
@@ -143,25 +156,28 @@ def write_part(
         sink.abandon()
 
 
-def read_info(fs: FsOps, path: Path) -> PartInfo:
-    """The footer of a part, checked against the file's own row count. Raises BadPartError, or OSError."""
-    with fs.open_read(path) as file:
-        try:
-            metadata = pq.read_metadata(file)
-        except (pa.ArrowException, OSError, EOFError) as error:
-            # pyarrow reports damage of the file as OSError too; those of the file system carry a number.
-            if isinstance(error, OSError) and error.errno is not None:
-                raise
-            raise BadPartError(f"it is no readable Parquet file ({error})") from error
+@contextmanager
+def _damage_is_bad_part() -> Iterator[None]:
+    """Damage shows in many ways. pyarrow reports some of it as OSError too; those of the file system carry a number."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, EOFError, ValueError, KeyError, TypeError, OverflowError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise BadPartError(f"it cannot be read ({error})") from error
+
+
+def read_info(fs: FsOps, path: Path, schema: pa.Schema) -> PartInfo:
+    """The footer of a part, checked against the file's own row count and columns. Raises BadPartError, or OSError."""
+    with fs.open_read(path) as file, _damage_is_bad_part():
+        metadata = pq.read_metadata(file)
         info = PartInfo.from_metadata(metadata.metadata or {})
         if metadata.num_rows != info.counts.num_rows:
             raise BadPartError(f"it has {metadata.num_rows} rows, its footer counts {info.counts.num_rows}")
+        if not metadata.schema.to_arrow_schema().equals(schema):
+            raise BadPartError("it does not have the columns of this job")
         low, high = _row_range(metadata)
-        if (
-            low is not None
-            and high is not None
-            and (low != info.row_index or high != info.row_index + info.num_rows - 1)
-        ):
+        if low is not None and (low, high) != (info.row_index, info.row_index + info.num_rows - 1):
             raise BadPartError(f"it holds rows {low} to {high}, its footer says {info.row_index} and {info.num_rows}")
     return info
 
@@ -200,23 +216,16 @@ def read_tables(fs: FsOps, path: Path, info: PartInfo) -> Iterator[pa.Table]:
     content, counts = ContentHash(), Counts()
     last = (info.row_index - 1, -1)
     with fs.open_read(path) as file:
-        try:
+        with _damage_is_bad_part():
             part = pq.ParquetFile(file, page_checksum_verification=True)
-            for group in range(part.num_row_groups):
+        for group in range(part.num_row_groups):
+            with _damage_is_bad_part():
                 table = part.read_row_group(group)
-                columns = {
-                    name: table.column(name).to_pylist()
-                    for name in (*PLACE.names, *GENERATED.names, TOKEN_IDS.name)
-                    if name in table.column_names
-                }
+                columns = {name: table.column(name).to_pylist() for name in OWN_COLUMNS if name in table.column_names}
                 last = _follow(last, columns["row_index"], columns["sample_index"])
                 count_rows(counts, columns)
                 content.update(columns)
-                yield table
-        except (pa.ArrowException, OSError, EOFError) as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                raise
-            raise BadPartError(str(error)) from error
+            yield table
     if last[0] != info.row_index + info.num_rows - 1 or counts != info.counts:
         raise BadPartError(f"it holds other rows than its footer counts: {counts.num_rows} of {info.counts.num_rows}")
     if content.hexdigest() != info.content_hash:

@@ -1,7 +1,8 @@
 """How a finished file gets its final name: create-if-absent, so that the first writer wins and nobody overwrites.
 
-`link` where the file system has hard links, else a rename that refuses to replace, else a rename under a claim. The method is probed once, when the output directory is made, and kept in job.json: all writers
-of one output must use the same.
+`link` where the file system has hard links, else a rename that refuses to replace, else a rename under a claim. The
+method is probed once, when the output directory is made, and kept in job.json: all writers of one output must use the
+same.
 """
 
 from __future__ import annotations
@@ -171,8 +172,8 @@ class Claim:
                 if time.monotonic() > deadline:
                     fs.remove_tree(self._new)
                     raise StorageError(
-                        f"{self._path} is held by {', '.join(holders)}, which has not published {target.name}. If no other "
-                        "batchjob works on this output, delete that directory and run the same command again."
+                        f"{self._path} is held by {', '.join(holders)}, which has not published {target.name}. If no "
+                        "other batchjob works on this output, delete that directory and run the same command again."
                     )
                 time.sleep(min(0.1, patience))
 

@@ -82,10 +82,15 @@ def carried_schema(plan: Plan) -> pa.Schema:
 
 def _check_storable(field: pa.Field) -> None:
     """A type that Parquet cannot hold is found before anything is generated."""
+    sink = pa.BufferOutputStream()
     try:
-        pq.write_table(pa.schema([field]).empty_table(), pa.BufferOutputStream())
+        pq.write_table(pa.schema([field]).empty_table(), sink)
+        kept = pq.read_schema(pa.BufferReader(sink.getvalue())).field(0).type
+        problem = None if kept == field.type else f"it would become {kept}"
     except (pa.ArrowException, NotImplementedError) as error:
+        problem = str(error)
+    if problem is not None:
         raise InputDataError(
-            f"column {field.name!r} of type {field.type} cannot be stored in Parquet ({error}). Leave it out with "
+            f"column {field.name!r} of type {field.type} cannot be stored in Parquet ({problem}). Leave it out with "
             "--keep-columns, or change its type in the input."
-        ) from None
+        )
