@@ -119,9 +119,8 @@ class Loop:
                 break
             for batch in batches:
                 self.warnings += batch.warnings
-                chunk = self._open[batch.chunk_index]
-                for prompt in batch.prompts:
-                    self._take(chunk, prompt, requests)
+                for prompt in batch.prompts:  # none in a last batch that comes after its chunk's commit
+                    self._take(self._open[batch.chunk_index], prompt, requests)
         for request in arrange(requests, self._order):
             refused = self._engine.add(request)
             if refused is not None:
