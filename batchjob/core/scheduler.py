@@ -54,8 +54,8 @@ class Scheduler:
         self.overgrown: list[Sequence] = []  # ended by the last schedule(): they need more blocks than there are
         self.num_preemptions = 0
         self.num_prompt_tokens_computed = 0  # run through the model, those of preempted rows again included
-        self.num_cached_tokens = 0  # found in the prefix index at admission instead
-        self.num_recomputed_tokens = 0  # lost to preemption, less what was found again
+        self.num_cached_tokens = 0  # prompt tokens that first admissions found in the prefix index instead
+        self.num_recomputed_tokens = 0  # computed, lost to preemption and not found again on return
 
         self._waiting: deque[Sequence] = deque()
         self._running: dict[Sequence, None] = {}  # in order of admission
@@ -111,7 +111,7 @@ class Scheduler:
                 break  # preempted just now, as all that were admitted after it
             start = seq.num_computed
             stop = len(seq.tokens)
-            if stop - start > 1:
+            if start < seq.prefill_len:
                 started.append(seq)
             elif stop <= len(seq.blocks) * block_size or self._grow(seq):
                 slices.append(Slice(seq, start, stop))
@@ -225,9 +225,11 @@ class Scheduler:
         self.pool.share(hits)
         seq.blocks = hits + self.pool.allocate(num_new)
         seq.num_computed = num_cached = len(hits) * self.pool.block_size
-        self.num_cached_tokens += num_cached
+        seq.prefill_len = len(seq.tokens)
         if seq.num_preemptions:
             self.num_recomputed_tokens -= num_cached
+        else:
+            self.num_cached_tokens += num_cached
         seq.slot = self._free_slots.pop()
         seq.state = SequenceState.RUNNING
         self._running[seq] = None

@@ -32,6 +32,7 @@ class Sequence:
     blocks: list[int] = field(init=False, repr=False, default_factory=list)
     slot: int = field(init=False, default=-1)  # the same index < max_num_seqs as long as it runs, else -1
     state: SequenceState = field(init=False, default=SequenceState.WAITING)
+    prefill_len: int = field(init=False, default=0)  # tokens it had when last admitted; from there on it decodes
     num_preemptions: int = field(init=False, default=0)
     chain: Chain | None = field(init=False, repr=False, default=None)  # only where blocks may be found again
 

@@ -53,6 +53,12 @@ def test_a_decode_never_lacks_a_token_of_the_budget(make_runner, make_request):
     assert len(runner.outputs) == 9
 
 
+def test_the_last_token_of_a_prompt_alone_in_its_step_still_ends_the_prefill(make_runner, make_request):
+    runner = make_runner(max_num_batched_tokens=7)
+    runner.add(make_request(0, range(8), max_tokens=2), make_request(1, [*range(8), 9], max_tokens=1))
+    assert [runner.step() for _ in range(3)] == [[(0, 0, 7)], [(0, 7, 8)], [(0, 8, 9), (1, 8, 9)]]
+
+
 def test_no_more_than_max_num_seqs_run(make_runner, make_request):
     runner = make_runner(max_num_seqs=2)
     runner.add(*(make_request(row, [row] * 3, max_tokens=2) for row in range(3)))
