@@ -151,7 +151,7 @@ def _argmax(logits: Tensor) -> Tensor:
     if logits.shape[1] % GROUP or not logits.is_contiguous():
         token = torch.argmax(logits, dim=1)
     else:
-        grouped = logits.view(len(logits), -1, GROUP)
+        grouped = logits.view(len(logits), logits.shape[1] // GROUP, GROUP)
         group = torch.argmax(grouped.amax(dim=2), dim=1)
         inside = grouped[torch.arange(len(logits), device=logits.device), group]
         token = group * GROUP + torch.argmax(inside, dim=1)

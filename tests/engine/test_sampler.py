@@ -321,6 +321,11 @@ def test_greedy_takes_the_first_of_equal_logits(vocab_size: int) -> None:
     assert torch.equal(Sampler(vocab_size, EOS).sample(strided, [sequence()] * 40), tokens)
 
 
+@pytest.mark.parametrize("vocab_size", [50, 3 * GROUP])
+def test_a_step_that_samples_nothing_gives_no_tokens(vocab_size: int) -> None:
+    assert Sampler(vocab_size, EOS).sample(torch.zeros(0, vocab_size), []).tolist() == []
+
+
 def penalised(logits: list[float], seq: Sequence) -> list[float]:
     params, output = seq.request.params, seq.output_token_ids
     out = list(logits)
