@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PLAIN = {"errors", "sampling", "spec", "records", "plan"}
 ROOMS = {"core", "engine", "store", "io", "prompts", "tokenizer", "feeder", "models"}
-JOB = {"job", "prepare", "loop", "signals", "progress", "summary"}  # the files that `job` is made of
+JOB = {"job", "prepare", "loop", "validate", "signals", "progress", "summary"}  # the files that `job` is made of
 
 # Room -> rooms it may import (itself included without saying so). `job` and `cli` know everybody below them.
 ARROWS: dict[str, set[str]] = {

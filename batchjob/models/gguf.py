@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import math
 import os
 import re
@@ -48,6 +49,8 @@ def convert_gguf(path: Path) -> Path:
     target = cache_dir() / "gguf" / f"{stem}-{_digest(path)[:16]}-v{_FORMAT}"
     if target.is_dir():
         return target
+    if importlib.util.find_spec("gguf") is None:
+        raise UnsupportedModelError("reading .gguf files needs another package: pip install 'batchjob[demo]'")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _lock(target.with_name(target.name + ".lock")):

@@ -151,6 +151,12 @@ def test_the_child_may_not_use_up_the_machines_memory(
         gguf.convert_gguf(source)
 
 
+def test_a_missing_package_is_named_with_its_remedy(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UnsupportedModelError, match=r"pip install 'batchjob\[demo\]'"):
+        gguf.convert_gguf(source)
+
+
 def test_a_cache_that_cannot_be_written_is_named(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATCHJOB_CACHE_DIR", "/proc/nowhere")
     with pytest.raises(StorageError, match="BATCHJOB_CACHE_DIR"):
