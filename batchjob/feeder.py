@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from array import array
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import IO, Any, Protocol
@@ -73,13 +74,13 @@ class PromptFeeder(Protocol):
 class _Source:
     """Chunk to batches: the work itself, in whichever process."""
 
-    def __init__(self, config: FeederConfig, *, guard_memory: bool) -> None:
+    def __init__(self, config: FeederConfig) -> None:
         from batchjob.io.reader import InputReader
         from batchjob.tokenizer import load_tokenizer
 
         self._reader = InputReader(config.plan, max_row_bytes=config.max_row_bytes)
         self._columns = config.prompt.source.read
-        self._builder = PromptBuilder(config.prompt, load_tokenizer(config.tokenizer), guard_memory=guard_memory)
+        self._builder = PromptBuilder(config.prompt, load_tokenizer(config.tokenizer))
 
     def batches(self, chunk: Chunk, skip_rows: Collection[int]) -> Iterator[FedBatch]:
         for records in in_batches(self._reader.rows(chunk, self._columns, skip=skip_rows)):
@@ -122,18 +123,25 @@ class InlineFeeder:
     """A PromptFeeder in this process and thread, for tests, `validate` and small jobs."""
 
     def __init__(self, config: FeederConfig) -> None:
-        self._source = _Source(config, guard_memory=False)
-        self._queue: list[Iterator[FedBatch]] = []
+        self._source = _Source(config)
+        self._queue: deque[Iterator[FedBatch]] = deque()
+        self._failure: BatchJobError | None = None
 
     def feed(self, chunk: Chunk, skip_rows: Collection[int] = ()) -> None:
         self._queue.append(self._source.batches(chunk, frozenset(skip_rows)))
 
     def poll(self, timeout: float = 0.0) -> list[FedBatch]:
+        if self._failure is not None:
+            raise self._failure
         if not self._queue:
             return []
-        batch = next(self._queue[0])
+        try:
+            batch = next(self._queue[0])
+        except BatchJobError as error:
+            self._failure = error
+            raise
         if batch.last:
-            self._queue.pop(0).close()  # type: ignore[attr-defined]  # a generator
+            self._queue.popleft()
         return [batch]
 
     def close(self) -> None:
@@ -321,7 +329,7 @@ def main() -> None:
     commands: queue.Queue[Any] = queue.Queue()
     threading.Thread(target=_listen, args=(sys.stdin.buffer, commands), daemon=True).start()
     try:
-        source = _Source(commands.get(), guard_memory=True)
+        source = _Source(commands.get())
         while True:
             chunk, skip = commands.get()
             for batch in source.batches(chunk, frozenset(array("q", skip))):

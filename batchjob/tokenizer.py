@@ -93,7 +93,6 @@ class FakeTokenizer:
     def __init__(self) -> None:
         self._ids: dict[str, int] = {"<s>": 1, "</s>": 2}
         self._ids.update((word, _FIRST_WORD + index) for index, word in enumerate(_WORDS))
-        self._num_fixed = len(self._ids)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         ids = [1] if add_special_tokens else []
@@ -114,7 +113,7 @@ class FakeTokenizer:
         found = self._ids.get(word)
         if found is None:
             found = _FIRST_HASHED + crc32(word.encode()) % (self.vocab_size - _FIRST_HASHED)
-            if len(self._ids) < 100_000:  # a cache, bounded
+            if len(self._ids) < 1 << 14:  # a cache, bounded
                 self._ids[word] = found
         return found
 

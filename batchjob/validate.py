@@ -12,16 +12,21 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 from zlib import crc32
 
 from batchjob.errors import InputDataError
 from batchjob.feeder import FeederConfig, in_batches
-from batchjob.io.planner import PlanResult
+from batchjob.io.planner import PlanResult, make_plan
 from batchjob.io.reader import InputReader
-from batchjob.prompts import PromptBuilder
+from batchjob.progress import printable
+from batchjob.prompts import PromptBuilder, PromptConfig, resolve_prompt
 from batchjob.records import Prompt, Record
+from batchjob.spec import JobSpec
 from batchjob.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from batchjob.prepare import Settings
 
 MAX_EXAMPLES = 5
 _SHOWN_CHARS = 2000  # of the first prompt
@@ -29,7 +34,7 @@ _SHOWN_TOKENS = 256
 
 
 @dataclass(slots=True)
-class InputReport:
+class Report:
     """What `validate_input` found. `errors` maps an error type to its count and the first few messages."""
 
     files: list[str]
@@ -66,7 +71,7 @@ class InputReport:
         return {**asdict(self), "exit_code": self.exit_code}
 
     def render(self) -> str:
-        """Lines for a terminal; control characters in the input's text are replaced."""
+        """Lines for a terminal; control characters in the input's text are escaped."""
         lines = [
             f"{self.num_rows:,} rows in {len(self.files):,} file{'s' * (len(self.files) != 1)}, "
             f"{self.num_chunks:,} chunk{'s' * (self.num_chunks != 1)}; prompt from {self.prompt}",
@@ -93,21 +98,41 @@ class InputReport:
         if self.first_prompt_tokens:
             lines.append("first prompt, as text and as tokens:")
             if self.first_prompt_text is not None:
-                lines.append("  | " + self.first_prompt_text.replace("\n", "\n  | "))
+                lines += [f"  | {line}" for line in self.first_prompt_text.split("\n")]
             lines.append("  " + " ".join(map(repr, self.first_prompt_tokens)))
         lines += [f"warning: {warning}" for warning in self.warnings]
-        return printable("\n".join(lines))
+        return "\n".join(printable(line, limit=8000) for line in lines)
+
+
+def validate_job(spec: JobSpec, settings: Settings) -> Report:
+    """Plans the job's input and checks every row of it. Raises what a run would raise before its first row."""
+    result = make_plan(spec, num_workers_hint=spec.num_shards)
+    if not result.plan.num_rows:
+        files = [file.path for file in result.plan.files]
+        return Report(files, dict(result.columns), "nothing", warnings=[*result.warnings, "the input has no rows"])
+    prompt = PromptConfig(
+        source=resolve_prompt(spec, result.columns),
+        sampling=settings.sampling,
+        max_model_len=settings.max_model_len,
+        vocab_size=settings.vocab_size,
+        chat=spec.chat,
+        system=spec.system,
+        length_policy=spec.length_policy,
+    )
+    tokenizer = "fake" if settings.model is None else settings.model.path
+    config = FeederConfig(result.plan, prompt, tokenizer, spec.max_row_bytes)
+    return validate_input(result, config, block_size=spec.block_size, max_error_rate=spec.max_error_rate)
 
 
 def validate_input(
     result: PlanResult, config: FeederConfig, *, block_size: int = 16, max_error_rate: float = 0.01
-) -> InputReport:
+) -> Report:
     """Reads, renders and tokenises every row of the plan and reports what a run would meet.
 
     Raises what a run would raise before its first row (InputMissingError, InputDataError, UsageError).
     """
     source = config.prompt.source
-    report = InputReport(
+    report = Report(
         files=[file.path for file in result.plan.files],
         columns=dict(result.columns),
         prompt=f"{source.kind} {source.template!r}"
@@ -153,9 +178,7 @@ def _records(reader: InputReader, result: PlanResult, columns: Sequence[str]) ->
         yield from reader.rows(chunk, columns)
 
 
-def _note_row(
-    report: InputReport, record: Record, prompt: Prompt, special: _SpecialTokens, columns: Sequence[str]
-) -> None:
+def _note_row(report: Report, record: Record, prompt: Prompt, special: _SpecialTokens, columns: Sequence[str]) -> None:
     error = prompt.error
     if error is not None:
         report.num_bad_rows += 1
@@ -171,18 +194,13 @@ def _note_row(
             report.special_token_examples.append(f"{record.where}: {token}")
 
 
-def _note_first(report: InputReport, text: str | None, prompt: Prompt, tokenizer: Tokenizer) -> None:
+def _note_first(report: Report, text: str | None, prompt: Prompt, tokenizer: Tokenizer) -> None:
     if text is not None and len(text) > _SHOWN_CHARS:
         text = text[:_SHOWN_CHARS] + "..."
     report.first_prompt_text = text
     shown = tokenizer.convert_ids_to_tokens(prompt.token_ids[:_SHOWN_TOKENS])
     left = len(prompt.token_ids) - len(shown)
     report.first_prompt_tokens = [*shown, f"... {left:,} more"] if left else shown
-
-
-def printable(text: str) -> str:
-    """Text from an input or a model, safe for a terminal: no control characters but newlines."""
-    return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text)
 
 
 def length_summary(lengths: Counter[int]) -> dict[str, float]:

@@ -9,8 +9,8 @@ generation prompt, and a row can never bring its own template.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,20 +40,19 @@ class PromptConfig:
 
 
 class PromptBuilder:
-    """Raises UsageError at once where the job needs a chat template and the tokenizer has none.
+    """Raises UsageError at once where the job needs a chat template and the tokenizer has none, or one too slow."""
 
-    `guard_memory` bounds what a template may allocate; only for a process of its own.
-    """
-
-    def __init__(self, config: PromptConfig, tokenizer: Tokenizer, *, guard_memory: bool = False) -> None:
+    def __init__(self, config: PromptConfig, tokenizer: Tokenizer) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._source = config.source
         self._chat = config.chat or config.system is not None
         self._renders = self._chat or config.source.kind in ("messages", "any")
-        self._guard_memory = guard_memory
         self._timer = limits.Timer(config.render_seconds)
         self._parts = parse_template(config.source.template)
+        bos = tokenizer.bos_token_id
+        adds_bos = bos is not None and tokenizer.encode("", add_special_tokens=True)[:1] == [bos]
+        self._added_bos = bos if adds_bos else None
         self._known_params: dict[str, SamplingParams | RowError] = {}
         self._max_chars = max(_LONG_TEXT, config.max_model_len * tokenizer.max_token_chars)
         if (self._chat or config.source.kind == "messages") and not tokenizer.has_chat_template:
@@ -64,10 +63,19 @@ class PromptBuilder:
         if self._renders:
             self._probe()
 
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Bounds on time and memory around the rendering of some rows."""
+        if not self._renders:
+            yield
+            return
+        with self._timer.installed(), limits.memory_limit(limits.RENDER_MEMORY):
+            yield
+
     def _probe(self) -> None:
         """A template that cannot render one short turn in time would fail every row, slowly."""
         try:
-            with self._timer.installed(), self._timer:
+            with self._guarded(), self._timer:
                 self._tokenizer.render_chat([{"role": "user", "content": "Hello"}])
         except RenderTimeout:
             limit = f"{self._config.render_seconds:g} s"
@@ -81,11 +89,7 @@ class PromptBuilder:
     def build_many(self, records: Sequence[Record]) -> list[Prompt]:
         """One Prompt per record, in order."""
         jobs = [_Row(record) for record in records]
-        with ExitStack() as stack:
-            if self._renders:
-                stack.enter_context(self._timer.installed())
-                if self._guard_memory:
-                    stack.enter_context(limits.memory_limit(limits.RENDER_MEMORY))
+        with self._guarded():
             for job in jobs:
                 self._compose(job)
         self._encode([job for job in jobs if job.error is None and job.text is not None and job.special], True)
@@ -95,7 +99,7 @@ class PromptBuilder:
     def prompt_text(self, record: Record) -> str | None:
         """The text that is tokenised for a record, to be shown; None for token ids and rows in error."""
         job = _Row(record)
-        with self._timer.installed():
+        with self._guarded():
             self._compose(job)
         return job.text if job.error is None else None
 
@@ -221,10 +225,10 @@ class PromptBuilder:
             encoded = []
             for job in jobs:
                 encoded.append(self._encode_one(job, special))
-        bos, marker = self._tokenizer.bos_token_id, self._tokenizer.bos_token
+        bos = self._added_bos if special else None
         for job, ids in zip(jobs, encoded, strict=True):
-            if special and len(ids) > 1 and ids[0] == ids[1] == bos and marker and (job.text or "").startswith(marker):
-                ids = ids[1:]
+            if bos is not None and ids[:2] == [bos, bos]:
+                ids = ids[1:]  # the text began with the start token's marker
             job.ids = ids
 
     def _encode_one(self, job: _Row, special: bool) -> list[int]:
