@@ -130,18 +130,21 @@ def status(output: Path, as_json: bool) -> None:
 
 @main.command()
 @click.argument("output", type=click.Path(path_type=Path))
-@click.argument("destination", type=click.Path(path_type=Path))
+@click.argument("destination")
 @click.option(
     "--format",
     "file_format",
-    type=click.Choice(("parquet", "parquet-dir", "jsonl")),
+    type=click.Choice(("parquet", "jsonl")),
     default=None,
-    help="[default: from DESTINATION's ending; without one, a directory of Parquet files]",
+    help="Format of DESTINATION. [default: from its ending]",
 )
 @click.option("--partial", is_flag=True, help="Merge what is there although rows are missing.")
-def merge(output: Path, destination: Path, file_format: str | None, partial: bool) -> None:
-    """Merge the parts of a job, in input order, into one Parquet or JSONL file, or a directory of larger files."""
+def merge(output: Path, destination: str, file_format: str | None, partial: bool) -> None:
+    """Merge the parts of a job, in input order, into one Parquet or JSONL file.
+
+    A DESTINATION that ends in / becomes a directory of larger Parquet files.
+    """
     from batchjob.store.merge import merge as merge_parts
 
-    merged = merge_parts(output, destination, file_format, partial=partial)
-    click.echo(f"{merged.counts.num_rows:,} rows in {destination} ({merged.format})")
+    num_rows = merge_parts(output, destination, file_format, partial=partial)
+    click.echo(f"{num_rows:,} rows merged into {destination}")
