@@ -20,6 +20,14 @@ from batchjob.errors import BatchJobError, StoppedEarlyError
 from batchjob.spec import JobSpec, flag, load_toml, spec_fields
 
 _TYPES: dict[str, Any] = {"str": str, "int": int, "float": float}
+_HEADINGS = {
+    "data": "Model and data",
+    "prompt": "Prompts",
+    "sampling": "Sampling",
+    "engine": "Engine",
+    "job": "Job",
+    "other": "Other",
+}
 _REPEATABLE = {"input", "stop", "stop_token_ids", "logit_bias"}
 
 
@@ -40,18 +48,32 @@ def _option(f: Field[Any]) -> Callable[[Any], Any]:
     help_text = f.metadata["help"]
     if f.default not in (None, False, (), True) and "[default" not in help_text:
         help_text += f" [default: {f.default:g}]" if kind == "float" else f" [default: {f.default}]"
-    if f.name == "prefix_caching":
-        return click.option(
-            "--prefix-caching/--no-prefix-caching", f.name, default=None, help=help_text + " [default: on]"
-        )
-    if kind == "bool":
-        return click.option(flag(f.name), f.name, is_flag=True, default=None, help=help_text)
+    if kind == "bool":  # both spellings, so that a flag can undo what a job file sets
+        positive = f.name.replace("_", "-")
+        help_text += " [default: on]" if f.default is True else ""
+        return click.option(f"--{positive}/--no-{positive}", f.name, default=None, help=help_text)
     if f.name in _REPEATABLE:
         item: Any = {"stop_token_ids": int, "logit_bias": _BiasType()}.get(f.name, str)
         return click.option(flag(f.name), f.name, multiple=True, type=item, default=None, help=help_text)
     choices = f.metadata["choices"]
     kind_type: Any = click.Choice(choices) if choices else _TYPES[kind]
     return click.option(flag(f.name), f.name, type=kind_type, default=None, help=help_text)
+
+
+class _JobCommand(click.Command):
+    """Lists the options of a job under the headings of their sections."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections = {f.name: f.metadata["section"] for f in spec_fields()}
+        lists: dict[str, list[tuple[str, str]]] = {name: [] for name in _HEADINGS}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None and isinstance(parameter, click.Option):
+                lists[sections.get(parameter.name or "", "other")].append(record)
+        for name, records in lists.items():
+            if records:
+                with formatter.section(_HEADINGS[name]):
+                    formatter.write_dl(records)
 
 
 def _job_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,17 +115,20 @@ def main(debug: bool) -> None:
     """
 
 
-@main.command()
+@main.command(cls=_JobCommand)
 @_job_options
 def run(job_file: str | None, **flags: Any) -> None:
-    """Run a job, or go on with one that stopped. Rows go to OUTPUT/data as Parquet."""
+    """Run a job, or go on with one that stopped. Rows go to OUTPUT/data as Parquet.
+
+    JOB.toml holds settings under the names of the flags; flags override them.
+    """
     from batchjob.job import run as run_job
 
     result = run_job(_spec(job_file, flags), echo=lambda line: click.echo(line, err=True))
     sys.exit(result.exit_code)
 
 
-@main.command()
+@main.command(cls=_JobCommand)
 @_job_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def validate(job_file: str | None, as_json: bool, **flags: Any) -> None:
