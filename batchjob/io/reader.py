@@ -7,7 +7,6 @@ Parquet row group again. Memory is bounded by a block of a file and one chunk's 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 import pyarrow as pa
@@ -15,78 +14,12 @@ import pyarrow as pa
 from batchjob.errors import InputMissingError
 from batchjob.io import jsonl, parquet
 from batchjob.io.inputs import check_unchanged
-from batchjob.io.streams import iter_lines
+from batchjob.io.positions import BatchPosition, Line, LinePosition
 from batchjob.plan import Chunk, InputFile, Plan, Segment
 from batchjob.records import Record, RowError
 
 MAX_ROW_BYTES = 64 << 20
 _MAX_POSITIONS = 4
-_BUSY = 1 << 62  # the row of a position while somebody reads from it
-
-_Line = tuple[int, int, bytes | RowError]
-
-
-class _Lines:
-    """An open position in a JSONL file: the row to come next is `row`."""
-
-    def __init__(self, file: InputFile, segment: Segment, max_row_bytes: int) -> None:
-        self.row = segment.first_row
-        self._lines = iter_lines(
-            file.path,
-            file.compression,
-            offset=segment.byte_offset,
-            line=segment.line,
-            max_line_bytes=max_row_bytes,
-        )
-
-    def take(self, segment: Segment) -> Iterator[_Line]:
-        skip, self.row = segment.first_row - self.row, _BUSY
-        for _ in islice(self._lines, skip):
-            pass
-        count = 0
-        try:
-            for item in islice(self._lines, segment.num_rows):
-                count += 1
-                yield item
-        finally:
-            self.row = segment.first_row + count
-
-    def close(self) -> None:
-        self._lines.close()  # type: ignore[attr-defined]  # a generator
-
-
-class _Batches:
-    """An open position in a Parquet file, for one list of columns."""
-
-    def __init__(self, file: InputFile, segment: Segment, columns: Sequence[str]) -> None:
-        self.row = segment.first_row
-        self._batches = parquet.iter_batches(file.path, segment.first_row, columns)
-        self._rest: pa.RecordBatch | None = None
-
-    def take(self, segment: Segment) -> Iterator[pa.RecordBatch]:
-        skip, left = segment.first_row - self.row, segment.num_rows
-        self.row = _BUSY
-        try:
-            while left > 0:
-                batch = self._rest if self._rest is not None else next(self._batches, None)
-                self._rest = None
-                if batch is None:
-                    return
-                if skip >= batch.num_rows:
-                    skip -= batch.num_rows
-                    continue
-                batch = batch.slice(skip)
-                skip = 0
-                if batch.num_rows > left:
-                    self._rest = batch.slice(left)
-                    batch = batch.slice(0, left)
-                left -= batch.num_rows
-                yield batch
-        finally:
-            self.row = segment.first_row + segment.num_rows - left
-
-    def close(self) -> None:
-        self._batches.close()  # type: ignore[attr-defined]  # a generator
 
 
 class InputReader:
@@ -100,7 +33,7 @@ class InputReader:
         self._kinds = dict(plan.columns)
         self._schema = pa.ipc.read_schema(pa.py_buffer(plan.arrow_schema))
         self._max_row_bytes = max_row_bytes
-        self._positions: dict[tuple[int, tuple[str, ...] | None, int], _Lines | _Batches] = {}
+        self._positions: dict[tuple[int, tuple[str, ...] | None, int], LinePosition | BatchPosition] = {}
         self._next_key = 0
         self._touched: set[int] = set()
         self.warnings: list[str] = []
@@ -152,24 +85,24 @@ class InputReader:
                 self.warnings.append(warning)
         return file
 
-    def _lines(self, file: InputFile, segment: Segment) -> Iterator[_Line]:
+    def _lines(self, file: InputFile, segment: Segment) -> Iterator[Line]:
         position = self._position(segment, None)
         # A plain file seeks for less than it costs to read on; a compressed one cannot seek.
         if position is None or (not file.compression and position.row != segment.first_row):
             start = segment if not file.compression else Segment(segment.file_index, 0, 0)
-            position = self._keep(_Lines(file, start, self._max_row_bytes), segment.file_index, None)
-        assert isinstance(position, _Lines)
+            position = self._keep(LinePosition(file, start, self._max_row_bytes), segment.file_index, None)
+        assert isinstance(position, LinePosition)
         return position.take(segment)
 
     def _batches(self, file: InputFile, segment: Segment, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         names = tuple(columns)
         position = self._position(segment, names)
         if position is None or segment.first_row - position.row > 100_000:
-            position = self._keep(_Batches(file, segment, names), segment.file_index, names)
-        assert isinstance(position, _Batches)
+            position = self._keep(BatchPosition(file, segment, names), segment.file_index, names)
+        assert isinstance(position, BatchPosition)
         return position.take(segment)
 
-    def _position(self, segment: Segment, columns: tuple[str, ...] | None) -> _Lines | _Batches | None:
+    def _position(self, segment: Segment, columns: tuple[str, ...] | None) -> LinePosition | BatchPosition | None:
         """The open position closest before the segment, if any."""
         best = None
         for key, position in self._positions.items():
@@ -185,7 +118,9 @@ class InputReader:
         self._positions[best] = found  # most recently used last
         return found
 
-    def _keep(self, position: _Lines | _Batches, file_index: int, columns: tuple[str, ...] | None) -> _Lines | _Batches:
+    def _keep(
+        self, position: LinePosition | BatchPosition, file_index: int, columns: tuple[str, ...] | None
+    ) -> LinePosition | BatchPosition:
         while len(self._positions) >= _MAX_POSITIONS:
             self._positions.pop(next(iter(self._positions))).close()
         self._next_key += 1

@@ -8,7 +8,6 @@ generation prompt, and a row can never bring its own template.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 from batchjob.errors import UsageError
 from batchjob.prompts import forms, limits
+from batchjob.prompts.params import RowParams
 from batchjob.prompts.source import DEFAULTS, PromptSource, parse_template
 from batchjob.records import Prompt, Record, RowError
 from batchjob.sampling import SamplingParams
@@ -53,7 +53,7 @@ class PromptBuilder:
         bos = tokenizer.bos_token_id
         adds_bos = bos is not None and tokenizer.encode("", add_special_tokens=True)[:1] == [bos]
         self._added_bos = bos if adds_bos else None
-        self._known_params: dict[str, SamplingParams | RowError] = {}
+        self._params = RowParams(config.source.params or "", config.sampling, config.vocab_size)
         self._max_chars = max(_LONG_TEXT, config.max_model_len * tokenizer.max_token_chars)
         if (self._chat or config.source.kind == "messages") and not tokenizer.has_chat_template:
             raise UsageError(
@@ -112,9 +112,9 @@ class PromptBuilder:
             return
         fields = record.fields
         if self._source.params is not None:
-            params = self._params(fields.get(self._source.params))
-            if isinstance(params, RowError):
-                job.error = self._located(job, params.type, params.message)
+            params = self._params.parse(fields.get(self._source.params))
+            if isinstance(params, str):
+                job.error = self._located(job, "invalid_params", params)
                 return
             job.params = params
         try:
@@ -174,43 +174,6 @@ class PromptBuilder:
         if len(text) > self._config.render_chars:
             raise RenderError(f"it wrote {len(text):,} characters, more than {self._config.render_chars:,}")
         job.text, job.special = text, False
-
-    # -- per-row settings
-
-    def _params(self, value: Any) -> SamplingParams | RowError | None:
-        if value is None:
-            return None
-        key = value if isinstance(value, str) else repr(value)
-        found = self._known_params.get(key)
-        if found is None:
-            found = self._parse_params(value)
-            if len(self._known_params) >= 4096:
-                self._known_params.clear()
-            self._known_params[key] = found
-        return None if found == self._config.sampling else found
-
-    def _parse_params(self, value: Any) -> SamplingParams | RowError:
-        name = self._source.params
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except (ValueError, RecursionError) as error:
-                return RowError("invalid_params", f"column {name!r} is not JSON: {error}")
-            if value is None:
-                return self._config.sampling
-        if isinstance(value, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
-            value = dict(value)  # a Parquet map
-        if not isinstance(value, Mapping):
-            return RowError("invalid_params", f"column {name!r} must hold an object of sampling settings")
-        try:
-            params = self._config.sampling.override(value)
-        except UsageError as error:
-            return RowError("invalid_params", f"column {name!r}: {error}")
-        for token in (*params.stop_token_ids, *(token for token, _ in params.logit_bias)):
-            if token >= self._config.vocab_size:
-                limit = f"the vocabulary size {self._config.vocab_size}"
-                return RowError("invalid_params", f"column {name!r}: token id {token} is not below {limit}")
-        return params
 
     # -- text to tokens
 

@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchjob.errors import InputDataError
+from batchjob.io.duplicates import DuplicateFinder
 from batchjob.sampling import SamplingParams
 from batchjob.spec import JobSpec
-from batchjob.validate import DuplicateFinder, PrefixShare, Report, length_histogram, length_summary, validate_job
+from batchjob.validate import PrefixShare, Report, length_histogram, length_summary, validate_job
 
 WriteJsonl = Callable[[Path, Iterable[Any]], Path]
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchjob.errors import InputDataError, InputMissingError
-from batchjob.io import reader as reader_module
+from batchjob.io import positions
 from batchjob.io.planner import PlanResult
 from batchjob.io.reader import InputReader, read_carried, read_rows
 
@@ -67,8 +67,8 @@ def test_chunks_in_nearly_sorted_order_unpack_a_file_at_most_twice(
 ) -> None:
     result = plan_of(write(f"a.jsonl.{ending}", LINES), chunk_rows=7)
     opened: list[str] = []
-    real = reader_module.iter_lines
-    monkeypatch.setattr(reader_module, "iter_lines", lambda path, *a, **k: opened.append(path) or real(path, *a, **k))
+    real = positions.iter_lines
+    monkeypatch.setattr(positions, "iter_lines", lambda path, *a, **k: opened.append(path) or real(path, *a, **k))
     reader = InputReader(result.plan)
     order = [1, 0, 3, 2, 4, 6, 5, 7, 8, 10, 9]
     for index in order:

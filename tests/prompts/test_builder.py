@@ -200,6 +200,8 @@ def test_params_that_change_nothing_are_none(builder: Builder, record: MakeRecor
         ({"min_tokens": 9, "max_tokens": 3}, "above max_tokens"),
         ({"stop_token_ids": [65_536]}, "65536"),
         ({"logit_bias": {"70000": 1.0}}, "70000"),
+        ({"seed": float("inf")}, "'params'"),
+        ({"max_tokens": float("nan")}, "'params'"),
         ("not json", "not JSON"),
         ([1, 2], "object"),
         (5, "object"),

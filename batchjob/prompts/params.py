@@ -1,0 +1,55 @@
+"""Sampling settings of single rows, on top of the job's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from batchjob.errors import UsageError
+from batchjob.sampling import SamplingParams
+
+_MAX_KNOWN = 4096
+
+
+class RowParams:
+    """Parses the values of a params column; equal values give one object, so that rows share it."""
+
+    def __init__(self, column: str, base: SamplingParams, vocab_size: int) -> None:
+        self._column, self._base, self._vocab_size = column, base, vocab_size
+        self._known: dict[str, SamplingParams | str] = {}
+
+    def parse(self, value: Any) -> SamplingParams | str | None:
+        """The row's settings; None where the job's hold unchanged; a message where the value cannot be used."""
+        if value is None:
+            return None
+        key = value if isinstance(value, str) else repr(value)
+        found = self._known.get(key)
+        if found is None:
+            found = self._parse(value)
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known[key] = found
+        return None if found == self._base else found
+
+    def _parse(self, value: Any) -> SamplingParams | str:
+        where = f"column {self._column!r}"
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError) as error:
+                return f"{where} is not JSON: {error}"
+            if value is None:
+                return self._base
+        if isinstance(value, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
+            value = dict(value)  # a Parquet map
+        if not isinstance(value, Mapping):
+            return f"{where} must hold an object of sampling settings"
+        try:
+            params = self._base.override(value)
+        except (UsageError, TypeError, ValueError, OverflowError) as error:  # such as a seed of 1e999
+            return f"{where}: {error}"
+        for token in (*params.stop_token_ids, *(token for token, _ in params.logit_bias)):
+            if token >= self._vocab_size:
+                return f"{where}: token id {token} is not below the vocabulary size {self._vocab_size}"
+        return params
