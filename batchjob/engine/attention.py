@@ -33,8 +33,10 @@ class LayerCall:
     num_kv_heads: int
     head_dim: int
     value_dim: int
+    scale: float
     window: int | None
     softcap: float | None
+    sinks: Tensor | None
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +47,16 @@ class StepContext:
     cache: KVCache | None = None
     backend: ModuleType | None = None
     calls: list[LayerCall] = field(default_factory=list)
+    _rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def rotation(self, cos: Tensor, sin: Tensor) -> Tensor:
+        """cos + i sin, complex [num_tokens, 1, head_dim / 2], from Transformers' [1, num_tokens, head_dim] whose halves
+        are equal. Made once per step for all layers that are given the same tensors."""
+        known = self._rotations.get(id(cos))
+        if known is None or known[0] is not cos:
+            half = cos.shape[2] // 2
+            known = self._rotations[id(cos)] = cos, torch.complex(cos[0, :, None, :half], sin[0, :, None, :half])
+        return known[1]
 
     def attend(
         self,
@@ -57,7 +69,7 @@ class StepContext:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Stores `kv` [num_tokens, 2, kv_heads, head_dim], then attends: `q` and the result are [num_tokens, heads, dim]."""
+        """Stores `kv` [num_tokens, 2, kv_heads, head_dim], then attends. `q` and result: [num_tokens, heads, head_dim]."""
         assert self.meta is not None
         assert self.cache is not None
         assert self.backend is not None
@@ -95,16 +107,17 @@ def injected_attention(
         unknown.append("dropout")
     if unknown:
         raise UnsupportedModelError(f"{name} wants attention with {', '.join(unknown)}, which is not supported")
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
     if step.cache is None:
-        call = LayerCall(module, query.shape[1], key.shape[1], key.shape[3], value.shape[3], sliding_window, softcap)
-        step.calls.append(call)
+        shape = query.shape[1], key.shape[1], key.shape[3], value.shape[3]
+        step.calls.append(LayerCall(module, *shape, scale, sliding_window, softcap, s_aux))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
     kv = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)  # [num_tokens, 2, kv_heads, head_dim]
     out = step.attend(
         layer_index_of(module),
         query[0].transpose(0, 1),
         kv,
-        scale=query.shape[3] ** -0.5 if scaling is None else scaling,
+        scale=scale,
         window=sliding_window,
         softcap=softcap,
         sinks=s_aux,

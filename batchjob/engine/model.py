@@ -6,6 +6,8 @@ because Transformers writes the name of the attention function into it.
 
 from __future__ import annotations
 
+import copy
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -15,9 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from batchjob.engine.attention import ATTENTION_NAME, StepContext, register
+from batchjob.engine.fuse import fuse
 from batchjob.engine.kv_cache import LayerShape
-from batchjob.engine.load_check import check_layers, check_rotary, packed_self_test
+from batchjob.engine.load_check import check_layers, check_rotary, eager_logits, logits_problem, packed_logits
 from batchjob.errors import EngineError, UnsupportedModelError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +33,7 @@ class LoadedModel:
     shapes: list[LayerShape]  # of the KV cache, by layer
     vocab_size: int  # width of the logits
     name: str  # of its class
+    fused: dict[str, int]  # kind of part -> how many were replaced by faster ones
 
     def forward(self, input_ids: Tensor, positions: Tensor, keep: Tensor, step: StepContext) -> Tensor:
         """`input_ids` and `positions` int64 [num_tokens] -> logits [len(keep), vocab_size] of the rows `keep`."""
@@ -39,21 +45,40 @@ def load_model(
 ) -> LoadedModel:
     """Raises UnsupportedModelError (the message says what the engine cannot do) or EngineError (it does not load)."""
     config = _load_config(Path(path))
-    module = _load_module(Path(path), config, dtype).to(device)
-    return prepare_model(module, max_model_len=max_model_len, backend=backend)
+    for use_fused in (True, False):
+        module = _load_module(Path(path), copy.deepcopy(config), dtype).to(device)
+        model = prepare_model(module, max_model_len=max_model_len, backend=backend, use_fused=use_fused)
+        if model is not None:
+            return model
+        logger.warning("%s: fused parts give other results than the model; running without them", config.model_type)
+    raise AssertionError("a model without fused parts is accepted or refused")
 
 
-def prepare_model(module: nn.Module, *, max_model_len: int, backend: ModuleType) -> LoadedModel:
-    """Checks that a Transformers model built with our attention gives, packed, what it gives by itself."""
+def prepare_model(
+    module: nn.Module, *, max_model_len: int, backend: ModuleType, use_fused: bool = True
+) -> LoadedModel | None:
+    """Checks that a Transformers model built with our attention gives, packed, what it gives by itself, and fuses it.
+
+    None where it does not any more once its parts are fused; it is spoilt then. Raises UnsupportedModelError.
+    """
     name = type(module).__name__
-    for parameter in module.parameters():
-        parameter.requires_grad_(False)
-    module.eval()
+    module.requires_grad_(False).eval()
     check_rotary(module, max_model_len)
     calls = check_layers(module, packed_forward)
     shapes = [LayerShape(call.num_kv_heads, call.head_dim) for call in calls]
-    vocab_size = packed_self_test(module, shapes, backend, packed_forward)
-    return LoadedModel(module, shapes, vocab_size, name)
+    expected = eager_logits(module)
+
+    def packed() -> list[Tensor]:
+        return packed_logits(module, shapes, backend, packed_forward)
+
+    if problem := logits_problem(expected, packed()):
+        raise UnsupportedModelError(
+            f"{name} gives {problem}: some part of it mixes tokens outside of its attention function"
+        )
+    fused = fuse(module, calls, packed) if use_fused else {}
+    if fused and logits_problem(expected, packed()):
+        return None
+    return LoadedModel(module, shapes, vocab_size=expected[0].shape[1], name=name, fused=fused)
 
 
 @torch.inference_mode()
