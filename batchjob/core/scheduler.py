@@ -19,9 +19,7 @@ from batchjob.core.plan import Slice, StepPlan
 from batchjob.core.sequence import Sequence, SequenceState
 from batchjob.records import Request, RowError
 
-# How many rows one step may pass over because their prefix is being computed. Bounds the cost of a step where a whole
-# queue waits for one prefix.
-_MAX_LOOK_AHEAD = 64
+_MAX_LOOK_AHEAD = 64  # rows that one step may pass over because their prefix is being computed: bounds its cost
 
 
 class Scheduler:
@@ -54,7 +52,7 @@ class Scheduler:
         self.overgrown: list[Sequence] = []  # ended by the last schedule(): they need more blocks than there are
         self.num_preemptions = 0
         self.num_prompt_tokens_computed = 0  # run through the model, those of preempted rows again included
-        self.num_cached_tokens = 0  # prompt tokens that first admissions found in the prefix index instead
+        self.num_cached_tokens = 0  # found in the prefix index, so never run for this sequence
         self.num_recomputed_tokens = 0  # computed, lost to preemption and not found again on return
 
         self._waiting: deque[Sequence] = deque()
@@ -74,24 +72,21 @@ class Scheduler:
 
     def add(self, request: Request) -> RowError | None:
         """Queues a request, or says why it can never run."""
-        num_tokens = len(request.token_ids)
+        num_tokens, limit = len(request.token_ids), self.max_model_len
         if num_tokens == 0:
             return RowError("invalid_prompt", "the prompt has no tokens")
-        if num_tokens >= self.max_model_len:
-            return RowError(
-                "prompt_too_long",
-                f"the prompt has {num_tokens} tokens; max_model_len is {self.max_model_len}, "
-                f"which leaves room for prompts of at most {self.max_model_len - 1}",
+        if num_tokens >= limit:
+            message = f"the prompt has {num_tokens} tokens; max_model_len is {limit}, output included"
+            return RowError("prompt_too_long", message)
+        num_blocks, pool = self._num_blocks(num_tokens), self.pool
+        if num_blocks > pool.num_blocks:
+            message = (
+                f"the prompt of {num_tokens} tokens needs {num_blocks} KV blocks of {pool.block_size} tokens; "
+                f"the whole cache has {pool.num_blocks} ({pool.num_blocks * pool.block_size} tokens)"
             )
-        num_blocks = self._num_blocks(num_tokens)
-        if num_blocks > self.pool.num_blocks:
-            return RowError(
-                "kv_cache_too_small",
-                f"the prompt of {num_tokens} tokens needs {num_blocks} KV blocks of {self.pool.block_size} tokens; "
-                f"the whole cache has {self.pool.num_blocks} ({self.pool.num_blocks * self.pool.block_size} tokens)",
-            )
+            return RowError("kv_cache_too_small", message)
         max_tokens = request.params.max_tokens
-        max_len = self.max_model_len if max_tokens is None else min(num_tokens + max_tokens, self.max_model_len)
+        max_len = limit if max_tokens is None else min(num_tokens + max_tokens, limit)
         self._waiting.append(Sequence(request, max_len))
         return None
 
@@ -169,6 +164,7 @@ class Scheduler:
         """Back to the head of the queue, without blocks. What it has computed is indexed first: it may well survive."""
         self.num_preemptions += 1
         self.num_recomputed_tokens += seq.num_computed
+        seq.num_lost = seq.num_computed
         num_full = seq.num_computed // self.pool.block_size
         self.pool.register(self._chain(seq, num_full), seq.blocks, num_full)
         self._release(seq)
@@ -226,10 +222,9 @@ class Scheduler:
         seq.blocks = hits + self.pool.allocate(num_new)
         seq.num_computed = num_cached = len(hits) * self.pool.block_size
         seq.prefill_len = len(seq.tokens)
-        if seq.num_preemptions:
-            self.num_recomputed_tokens -= num_cached
-        else:
-            self.num_cached_tokens += num_cached
+        num_regained = min(num_cached, seq.num_lost)
+        self.num_recomputed_tokens -= num_regained
+        self.num_cached_tokens += num_cached - num_regained
         seq.slot = self._free_slots.pop()
         seq.state = SequenceState.RUNNING
         self._running[seq] = None
@@ -288,13 +283,11 @@ class Scheduler:
     def check(self) -> None:
         """Asserts the invariants, between any two calls. For tests."""
         block_size = self.pool.block_size
-        running, waiting, pending = self._running, self._waiting, self._pending.copy()
+        running = self._running
         open_blocks = [block for seq in running for block in seq.blocks[seq.num_computed // block_size :]]
         self.pool.check([seq.blocks for seq in running], writable=open_blocks)
-        for seq in running:
-            if seq.chain is not None:
-                pending -= set(seq.chain.digests[seq.chain.num_registered :])
-        assert not pending
+        ahead = {digest for seq in running if seq.chain for digest in seq.chain.digests[seq.chain.num_registered :]}
+        assert self._pending <= ahead
         slots = [seq.slot for seq in running]
         assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs))
         assert len(running) <= self.max_num_batched_tokens
@@ -303,7 +296,7 @@ class Scheduler:
             assert seq.state is SequenceState.RUNNING
             assert seq.num_computed < len(seq.tokens) <= seq.max_len
             assert self._num_blocks(seq.num_computed) <= len(seq.blocks) <= self._num_blocks(len(seq.tokens))
-        for seq in waiting:
+        for seq in self._waiting:
             assert seq.state is SequenceState.WAITING
             assert (seq.slot, seq.blocks, seq.num_computed) == (-1, [], 0)
             assert self._num_blocks(len(seq.tokens)) <= self.pool.num_blocks

@@ -34,6 +34,7 @@ class Sequence:
     state: SequenceState = field(init=False, default=SequenceState.WAITING)
     prefill_len: int = field(init=False, default=0)  # tokens it had when last admitted; from there on it decodes
     num_preemptions: int = field(init=False, default=0)
+    num_lost: int = field(init=False, default=0)  # what num_computed was when last preempted
     chain: Chain | None = field(init=False, repr=False, default=None)  # only where blocks may be found again
 
     def __post_init__(self) -> None:

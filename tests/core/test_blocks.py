@@ -154,6 +154,23 @@ def test_equal_digests_of_different_tokens_are_no_hit(monkeypatch: pytest.Monkey
     pool.check([first, second])
 
 
+def test_equal_digests_and_tokens_after_another_prefix_are_no_hit(monkeypatch: pytest.MonkeyPatch):
+    class Unchained:
+        def __init__(self, content: bytes, **_: object) -> None:
+            self.content = content
+
+        def digest(self) -> bytes:
+            return self.content[: chain_module.DIGEST_SIZE]
+
+    monkeypatch.setattr(chain_module, "blake2b", Unchained)
+    pool = BlockPool(8, SIZE)
+    first, _ = fill(pool, [1] * 4 + [3] * 4)
+    second, _ = fill(pool, [2] * 4)
+    assert match(pool, [1] * 4 + [3] * 4) == first
+    assert match(pool, [2] * 4 + [3] * 4) == second
+    assert match(pool, [3] * 4) == []
+
+
 def test_digests_are_made_once_however_the_chain_grows():
     tokens = list(range(40))
     grown = Chain(0)

@@ -16,24 +16,24 @@ def rows(requests: list[Request]) -> list[int]:
 @pytest.fixture
 def window(make_request) -> list[Request]:
     prefix_a, prefix_b = [1] * 4, [2] * 4
-    prompts = [[9, 9], [*prefix_a, 1], [*prefix_b, 1], [*prefix_a, 2, 2, 2], [8, 8, 8], [*prefix_b, 3, 3]]
+    prompts = [[9, 9], [*prefix_a, 1], [*prefix_b, 1], [*prefix_a, 2, 2, 2], [8, 8, 8], [*prefix_b, 3, 3], [7] * 6]
     return [make_request(row, prompt) for row, prompt in enumerate(prompts)]
 
 
 def test_input_keeps_the_order(window):
-    assert rows(arrange(window, "input", block_size=4)) == [0, 1, 2, 3, 4, 5]
+    assert rows(arrange(window, "input", block_size=4)) == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_length_starts_the_longest_first(window):
-    assert rows(arrange(window, "length", block_size=4)) == [3, 5, 1, 2, 4, 0]
+    assert rows(arrange(window, "length", block_size=4)) == [3, 5, 6, 1, 2, 4, 0]
 
 
 def test_prefix_puts_groups_together_in_order_of_appearance(window):
-    assert rows(arrange(window, "prefix", block_size=4)) == [0, 4, 1, 3, 2, 5]
+    assert rows(arrange(window, "prefix", block_size=4)) == [0, 4, 6, 1, 3, 2, 5]
 
 
 def test_auto_starts_the_longest_of_each_group_first(window):
-    assert rows(arrange(window, "auto", block_size=4)) == [4, 0, 3, 1, 5, 2]
+    assert rows(arrange(window, "auto", block_size=4)) == [6, 4, 0, 3, 1, 5, 2]
 
 
 def test_auto_is_the_default(window):

@@ -87,14 +87,13 @@ def test_a_row_that_fills_the_whole_cache_ends_well(make_runner, make_request):
     assert {row: len(tokens) for (row, _), tokens in runner.outputs.items()} == dict.fromkeys([0, 1, 3, 4, 5], 8)
 
 
-def test_a_row_that_outgrows_the_cache_beside_rows_that_share_it_is_handed_back(make_runner, make_request):
-    """All blocks but the last are shared, so another row runs beside it; waiting for that one would not help."""
+def test_rows_that_outgrow_the_cache_do_not_hold_up_the_rest(make_runner, make_request):
     runner = make_runner(num_blocks=4, block_size=4)
-    runner.add(make_request(0, range(12), max_tokens=1))
-    runner.add(make_request(1, range(13), max_tokens=30), make_request(2, range(13), max_tokens=30))
+    runner.add(*(make_request(row, range(13), max_tokens=30) for row in range(2)))
+    runner.add(*(make_request(row, range(12), max_tokens=5) for row in range(2, 4)))
     runner.run()
-    assert sorted(seq.request.row_index for seq in runner.overgrown) == [1, 2]
-    assert list(runner.outputs) == [(0, 0)]
+    assert sorted(seq.request.row_index for seq in runner.overgrown) == [0, 1]
+    assert {row: len(tokens) for (row, _), tokens in runner.outputs.items()} == {2: 5, 3: 5}
 
 
 def test_when_the_owner_of_a_pending_prefix_is_preempted_the_rows_behind_it_go_on(make_runner, make_request):

@@ -137,6 +137,19 @@ def test_a_row_at_the_head_is_not_passed_over_for_want_of_blocks(make_runner, ma
     assert order == [0, 1, 2]
 
 
+def test_a_row_that_lacks_blocks_is_not_looked_at_again_in_each_step(make_runner, make_request, monkeypatch):
+    runner = make_runner(num_blocks=20, block_size=4)
+    runner.add(*(make_request(row, range(100 * row, 100 * row + 20), max_tokens=60) for row in range(50)))
+    runner.step()
+    matches = []
+    match = runner.pool.match
+    monkeypatch.setattr(runner.pool, "match", lambda *args: matches.append(args) or match(*args))
+    assert runner.scheduler.num_waiting > 45
+    for _ in range(20):
+        runner.step()
+    assert len(matches) <= 2
+
+
 def test_admission_leaves_a_block_to_each_row_that_may_grow(make_runner, make_request):
     runner = make_runner(num_blocks=6, block_size=4)
     runner.add(*(make_request(row, [row] * 4, max_tokens=4) for row in range(4)))
