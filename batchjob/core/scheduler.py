@@ -136,11 +136,9 @@ class Scheduler:
 
     def drop_waiting(self) -> list[Sequence]:
         """Takes out and returns everything that does not run: rows never started and preempted ones."""
-        dropped = list(self._waiting)
+        dropped, self._waiting, self._stuck = list(self._waiting), deque(), None
         for seq in dropped:
             seq.state = SequenceState.FINISHED
-        self._waiting.clear()
-        self._stuck = None
         return dropped
 
     # -- running
