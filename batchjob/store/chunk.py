@@ -16,7 +16,7 @@ from batchjob.records import Completion
 from batchjob.store.commit import Committed, Records, commit_chunk, settle, winner_of
 from batchjob.store.context import StoreContext
 from batchjob.store.counts import Counts
-from batchjob.store.fsops import storage_error
+from batchjob.store.fsops import storage_error, storage_errors
 from batchjob.store.wal import HEADER_LEN, ChunkLog, LogScan, encode_record, frame, parse_payloads, unframe
 
 _SAMPLE_BITS = 24
@@ -289,14 +289,16 @@ class OpenChunk:
             self.sync()
             self._log.close()  # a file that is open cannot be removed from some network file systems
             return self._end(commit_chunk(self._context, self.chunk, self._batches, carried))
-        except FileNotFoundError as error:
+        except OSError as error:
             # A log that we read from is gone: another process committed the chunk, unless the output was moved away.
-            if self._has_part():
+            if isinstance(error, FileNotFoundError) and self._has_part():
                 return self._end(self._lost())
             raise storage_error(error, "committing from", self._wal) from error
 
     def _has_part(self) -> bool:
-        return self._fs.exists(self._context.layout.part(self.chunk.index))
+        path = self._context.layout.part(self.chunk.index)
+        with storage_errors("looking for", path):
+            return self._fs.exists(path)
 
     def _lost(self) -> Committed:
         info = winner_of(self._context, self.chunk)

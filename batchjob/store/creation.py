@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import errno
 import hashlib
+from contextlib import suppress
 from pathlib import Path
 
 from batchjob.errors import OutputCreateError, StorageError, UsageError
 from batchjob.plan import Plan
-from batchjob.store.attempts import attempt_record, is_alive, read_attempt
+from batchjob.store.attempts import attempt_record
 from batchjob.store.fsops import FsOps, create_errors, storage_errors
 from batchjob.store.layout import Layout, chunk_of_part
 from batchjob.store.manifest import Manifest
@@ -31,20 +32,28 @@ def create_output(fs: FsOps, output: Path, manifest: Manifest, plan: Plan, attem
         fs.ensure_dirs(output)
         fs.ensure_dir(layout.data)
         _refuse_foreign_parts(fs, layout)
-        _sweep(fs, output)
         new = Layout(output, state_name=_UNFINISHED + attempt)
-        _build(fs, new, manifest, plan, attempt)
         try:
+            _build(fs, new, manifest, plan, attempt)
             fs.rename(new.state, layout.state)
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOENT) and not exists(fs, output):
-                raise
-            fs.remove_tree(new.state)
+        except (OSError, OutputCreateError) as error:
+            with suppress(OSError):
+                fs.remove_tree(new.state)
+            # Whatever went wrong: if the job is there now, another process was faster (and may have swept ours away).
             if not exists(fs, output):
-                raise OutputCreateError(
-                    f"{layout.state} exists, but holds no job.json. Remove it, or choose another --output."
-                ) from None
+                if isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise OutputCreateError(
+                        f"{layout.state} exists, but holds no job.json. Remove it, or choose another --output."
+                    ) from None
+                raise
         fs.fsync_dir(output)
+
+
+def sweep_unfinished(fs: FsOps, output: Path) -> None:
+    """Removes unfinished state directories. Once the job is there they are of no use, to living processes neither."""
+    for name in fs.listdir(output):
+        if name.startswith(_UNFINISHED):
+            fs.remove_tree(output / name)
 
 
 def load_output(fs: FsOps, output: Path) -> tuple[Manifest, Plan]:
@@ -74,13 +83,10 @@ def exists(fs: FsOps, output: Path) -> bool:
 
 
 def _build(fs: FsOps, new: Layout, manifest: Manifest, plan: Plan, attempt: str) -> None:
-    """A complete, durable state directory. The attempt's own record comes first: it tells whose this is, if we die."""
-    fs.mkdir(new.state)
-    fs.mkdir(new.attempts)
+    """A complete, durable state directory."""
+    for path in (new.state, *new.directories):
+        fs.mkdir(path)
     fs.write_file(new.attempt(attempt), attempt_record({}))
-    for path in new.directories:
-        if path != new.attempts:
-            fs.mkdir(path)
     method = probe(fs, new.tmp, new.quarantine)
     plan_bytes = plan_to_bytes(plan)
     fs.write_file(new.plan, plan_bytes)
@@ -97,12 +103,3 @@ def _refuse_foreign_parts(fs: FsOps, layout: Layout) -> None:
             f"{layout.data} holds parts, but {layout.state} is gone: the job cannot be resumed. The parts can be "
             "read as they are; choose another --output."
         )
-
-
-def _sweep(fs: FsOps, output: Path) -> None:
-    """Removes the unfinished state directories of processes that are known to be dead."""
-    for name in fs.listdir(output):
-        if name.startswith(_UNFINISHED):
-            record = Layout(output, state_name=name).attempt(name.removeprefix(_UNFINISHED))
-            if is_alive(read_attempt(fs, record)) is False:
-                fs.remove_tree(output / name)

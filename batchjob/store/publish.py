@@ -185,3 +185,13 @@ class Claim:
 
     def release(self) -> None:
         self._fs.remove_tree(self._path)
+
+
+def sweep_claims(fs: FsOps, claims: Path, published: set[str], *, is_dead: Callable[[str], bool]) -> None:
+    """Removes the claims that crashes left: those to names that are `published`, and those of dead attempts that were
+    never put into place."""
+    published = {name.removesuffix(".parquet") for name in published}
+    for name in fs.listdir(claims):
+        wanted, _, attempt = name.partition(".")
+        if wanted in published if not attempt else is_dead(attempt):
+            fs.remove_tree(claims / name)

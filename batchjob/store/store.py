@@ -24,10 +24,11 @@ from batchjob.store.chunk import OpenChunk
 from batchjob.store.commit import Committed, commit_chunk
 from batchjob.store.context import DEFAULT_MEMORY_LIMIT, MemoryBudget, StoreContext
 from batchjob.store.counts import Counts
-from batchjob.store.creation import create_output, exists, load_output
+from batchjob.store.creation import create_output, exists, load_output, sweep_unfinished
 from batchjob.store.fsops import FsOps, create_errors, storage_error, storage_errors
 from batchjob.store.layout import Layout
 from batchjob.store.manifest import Manifest
+from batchjob.store.publish import sweep_claims
 
 _TRIAL = re.compile(r"\.\d+$")
 
@@ -106,8 +107,12 @@ class Store:
             self._note(info)
         self._started = True
         with storage_errors("cleaning up", self._layout.state):
+            sweep_unfinished(self._fs, self.output)
             self._sweep_tmp()
-            self._sweep_wal(self.committed())
+            committed = self.committed()
+            self._sweep_wal(committed)
+            published = {self._layout.part(index).name for index in committed}
+            sweep_claims(self._fs, self._layout.claims, published, is_dead=self._context.is_dead)
 
     def note_attempt(self, info: Mapping[str, Any]) -> None:
         """Replaces what `start_attempt` noted: a heartbeat counter, the reason of the end. Raises StorageError."""

@@ -29,6 +29,7 @@ from batchjob.store.parts import BadPartError
 
 
 def started(kit: Any, output: Path, plan: Any, *, num_samples: int = 1, **options: Any) -> Store:
+    options = {"fs": kit.FastFs(), **options}
     store = Store.create(output, kit.make_manifest(plan, num_samples=num_samples), plan, **options)
     store.start_attempt({})
     return store
