@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -109,7 +109,7 @@ def _create(spec: JobSpec, output: Path, echo: Echo) -> Job:
         echo(f"warning: {planned.num_bad_rows:,} rows cannot be read and become row errors: {planned.first_bad_row}")
     seconds = duration(time.monotonic() - started)
     echo(f"planned {plan.num_rows:,} rows of {len(plan.files):,} files in {len(plan.chunks):,} chunks ({seconds})")
-    source = resolve_prompt(spec, planned.columns) if plan.num_rows else None
+    source = _source(spec, settings, planned.columns) if plan.num_rows else None
     chunk_rows = max((chunk.num_rows for chunk in plan.chunks), default=0)
     manifest = Manifest.new(
         plan,
@@ -129,7 +129,7 @@ def _resume(spec: JobSpec, output: Path, echo: Echo) -> Job:
     manifest = store.manifest
     settings = resolve_settings(spec, manifest.resolved)
     _check_inputs(spec, store, echo)
-    source = resolve_prompt(spec, manifest.resolved["columns"]) if store.plan.num_rows else None
+    source = _source(spec, settings, manifest.resolved["columns"]) if store.plan.num_rows else None
     chunk_rows = spec.chunk_rows or manifest.fingerprint["chunk_rows"]
     asked = replace(
         manifest,
@@ -139,6 +139,19 @@ def _resume(spec: JobSpec, output: Path, echo: Echo) -> Job:
     )
     _refuse_difference(manifest, asked, output)
     return Job(spec, settings, store, source, is_new=False)
+
+
+def _source(spec: JobSpec, settings: Settings, columns: Iterable[str]) -> PromptSource:
+    """Where prompts come from. What can never work is refused here, before a model is loaded."""
+    source = resolve_prompt(spec, columns)
+    wants_template = spec.chat or spec.system is not None or source.kind == "messages"
+    if wants_template and not settings.has_chat_template:
+        assert settings.model is not None
+        raise UsageError(
+            f"{settings.model.name} has no chat template: use an instruction-tuned model, or send text with --prompt "
+            "and without --chat, --system and --messages"
+        )
+    return source
 
 
 def _fingerprint(spec: JobSpec, settings: Settings, source: PromptSource | None, chunk_rows: int) -> dict[str, Any]:
@@ -321,7 +334,12 @@ def _header(job: Job, engine_line: str, seconds: float) -> list[str]:
         )
     source, spec = job.source, job.spec
     is_text = source is not None and source.kind in ("text", "template", "any")
-    if is_text and settings.has_chat_template and not (spec.chat or spec.raw or spec.system is not None):
+    if (
+        is_text
+        and settings.model is not None
+        and settings.has_chat_template
+        and not (spec.chat or spec.raw or spec.system is not None)
+    ):
         lines.append(
             "warning: text is sent raw although the model has a chat template; --chat uses it, --raw silences this"
         )

@@ -46,7 +46,7 @@ class Settings:
 
     @property
     def has_chat_template(self) -> bool:
-        return self.model is not None and bool(self.model.template_digest)
+        return self.model is None or bool(self.model.template_digest)
 
     def to_json(self) -> dict[str, Any]:
         """What the manifest keeps as a record, and a resume starts from."""

@@ -81,7 +81,7 @@ def parse_params(values: Mapping[str, Any]) -> dict[str, Any]:
 def _convert(name: str, value: Any) -> Any:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if name in _INTS:
-        if not is_number or value != int(value):
+        if not is_number or not math.isfinite(value) or value != int(value):
             raise UsageError(f"{name} must be a whole number, not {value!r}")
         return int(value)
     if name in _FLOATS:

@@ -41,9 +41,12 @@ class RunResult:
     def exit_code(self) -> int:
         if self.stopped_by is not None:
             return StoppedEarlyError.exit_code
-        if self.too_many_errors:
-            return InputDataError.exit_code
-        return 0
+        return InputDataError.exit_code if self.too_many_errors or self.input_damaged else 0
+
+    @property
+    def input_damaged(self) -> bool:
+        """A compressed file broke off: how many rows it had, nobody knows."""
+        return bool(self.errors.get("input_damaged"))
 
     @property
     def too_many_errors(self) -> bool:
@@ -86,6 +89,8 @@ class RunResult:
         quoted = shlex.quote(self.output)
         lines.append(f"  read it     python -c \"import pandas; print(pandas.read_parquet('{self.output}/data'))\"")
         lines.append(f"  or merge    batchjob merge {quoted} answers.jsonl")
+        if self.input_damaged:
+            lines.append("  exit 65     an input file is damaged and its last rows are missing: see error_message")
         if self.too_many_errors:
             lines.append(
                 f"  exit 65     {self.num_failed:,} of {self.num_output_rows:,} rows failed, above --max-error-rate "
