@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = "out/demo"
-FLAGS = ["--input", "data/gsm8k_64.jsonl", "--prompt", "question", "--chat", "--max-tokens", "96", "--output", OUTPUT]
+FLAGS = ["--input", "data/gsm8k_64.jsonl", "--prompt", "question", "--chat", "--max-tokens", "128", "--output", OUTPUT]
 
 
 def find_model() -> Path:
