@@ -57,6 +57,7 @@ class Job:
             chat=spec.chat,
             system=spec.system,
             length_policy=spec.length_policy,
+            special_tokens=settings.special_tokens() if self.source.params else {},
         )
 
     @property

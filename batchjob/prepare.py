@@ -44,6 +44,12 @@ class Settings:
         config = self.model.config
         return int(config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size") or 1 << 31)
 
+    def special_tokens(self) -> Mapping[str, int]:
+        """Text -> id of the tokens that appear in no output text. Reads the tokenizer's file."""
+        from batchjob.models import special_tokens
+
+        return {} if self.model is None else special_tokens(Path(self.model.path))
+
     @property
     def has_chat_template(self) -> bool:
         return self.model is None or bool(self.model.template_digest)
@@ -80,7 +86,7 @@ def resolve_settings(spec: JobSpec, frozen: Mapping[str, Any] | None = None) -> 
             device="cpu",
             eos_token_ids=FAKE_EOS_TOKEN_IDS,
         )
-    from batchjob.models import resolve_model, sampling_defaults
+    from batchjob.models import resolve_model, sampling_defaults, special_tokens
 
     if not spec.model:
         raise UsageError("give --model: a hub id, a local directory or a .gguf file (or --engine fake to try a job)")
@@ -95,9 +101,12 @@ def resolve_settings(spec: JobSpec, frozen: Mapping[str, Any] | None = None) -> 
     dtype = spec.dtype
     if dtype == "auto":
         dtype = frozen["dtype"] if frozen else "float32" if device == "cpu" else model.checkpoint_dtype
+    sampling = SamplingParams(**{**sampling_defaults(model), **given})
+    if sampling.stop:
+        sampling = sampling.with_special_stops(special_tokens(Path(model.path)))
     return Settings(
         model=model,
-        sampling=SamplingParams(**{**sampling_defaults(model), **given}),
+        sampling=sampling,
         job_seed=job_seed,
         max_model_len=spec.max_model_len or model.max_model_len,
         dtype=dtype,

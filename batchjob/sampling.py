@@ -59,6 +59,14 @@ class SamplingParams:
         """
         return replace(self, **parse_params(values))
 
+    def with_special_stops(self, special_tokens: Mapping[str, int]) -> SamplingParams:
+        """A stop string that is a special token becomes a stop token id: special tokens are in no output text."""
+        found = [text for text in self.stop if text in special_tokens]
+        if not found:
+            return self
+        ids = dict.fromkeys((*self.stop_token_ids, *(special_tokens[text] for text in found)))
+        return replace(self, stop=tuple(text for text in self.stop if text not in found), stop_token_ids=tuple(ids))
+
 
 PARAM_NAMES: tuple[str, ...] = tuple(f.name for f in fields(SamplingParams))
 _INTS = {"top_k", "n", "max_tokens", "min_tokens", "seed"}

@@ -1,4 +1,4 @@
-"""What the tokenizer's files say: digests for a job's fingerprint, and the end token. Nothing is tokenised here."""
+"""What the tokenizer's files say: digests for a job's fingerprint, the end token, the special tokens."""
 
 from __future__ import annotations
 
@@ -69,6 +69,17 @@ def eos_token_id(directory: Path, tokenizer_config: Mapping[str, Any]) -> int | 
             if type(value) is int:
                 return value
     return None
+
+
+def special_tokens(directory: Path) -> dict[str, int]:
+    """Text -> id of the tokens that are left out of every decoded text, by tokenizer.json."""
+    path = directory / "tokenizer.json"
+    entries = _load(path).get("added_tokens") if path.is_file() else None
+    return {
+        entry["content"]: entry["id"]
+        for entry in entries or ()
+        if isinstance(entry, dict) and entry.get("special") and _text(entry) and type(entry.get("id")) is int
+    }
 
 
 def _find_in_tokenizer(content: dict[str, Any], token: str) -> Any:

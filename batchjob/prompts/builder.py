@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from batchjob.errors import UsageError
@@ -35,6 +35,7 @@ class PromptConfig:
     chat: bool = False
     system: str | None = None
     length_policy: str = "error"
+    special_tokens: Mapping[str, int] = field(default_factory=dict)  # text -> id; as stop strings they stop by id
     render_seconds: float = limits.RENDER_SECONDS
     render_chars: int = limits.RENDER_CHARS
 
@@ -53,7 +54,7 @@ class PromptBuilder:
         bos = tokenizer.bos_token_id
         adds_bos = bos is not None and tokenizer.encode("", add_special_tokens=True)[:1] == [bos]
         self._added_bos = bos if adds_bos else None
-        self._params = RowParams(config.source.params or "", config.sampling, config.vocab_size)
+        self._params = RowParams(config.source.params or "", config.sampling, config.vocab_size, config.special_tokens)
         self._max_chars = max(_LONG_TEXT, config.max_model_len * tokenizer.max_token_chars)
         if (self._chat or config.source.kind == "messages") and not tokenizer.has_chat_template:
             raise UsageError(

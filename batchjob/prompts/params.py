@@ -15,8 +15,8 @@ _MAX_KNOWN = 4096
 class RowParams:
     """Parses the values of a params column; equal values give one object, so that rows share it."""
 
-    def __init__(self, column: str, base: SamplingParams, vocab_size: int) -> None:
-        self._column, self._base, self._vocab_size = column, base, vocab_size
+    def __init__(self, column: str, base: SamplingParams, vocab_size: int, special_tokens: Mapping[str, int]) -> None:
+        self._column, self._base, self._vocab_size, self._special_tokens = column, base, vocab_size, special_tokens
         self._known: dict[str, SamplingParams | str] = {}
 
     def parse(self, value: Any) -> SamplingParams | str | None:
@@ -46,7 +46,7 @@ class RowParams:
         if not isinstance(value, Mapping):
             return f"{where} must hold an object of sampling settings"
         try:
-            params = self._base.override(value)
+            params = self._base.override(value).with_special_stops(self._special_tokens)
         except (UsageError, TypeError, ValueError, OverflowError) as error:  # such as a seed of 1e999
             return f"{where}: {error}"
         for token in (*params.stop_token_ids, *(token for token, _ in params.logit_bias)):
