@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# From this many query rows per KV head and keys on, products by oneDNN beat the attention kernel of PyTorch, whose own
+# products go through MKL.
+_PRODUCT_ROWS, _PRODUCT_KEYS = 128, 256
+_SCORES_BYTES = 1 << 21  # of the scores that are worked on at once: what stays in a CPU's cache
+
 
 def attend(
     q: Tensor,
@@ -21,10 +26,9 @@ def attend(
     """
     if q.device.type == "cpu" and softcap is None:
         k, v = (t.expand(-1, q.shape[1], -1, -1) for t in (k, v))
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
         )
-        return out, lse
     scores = torch.matmul(q, k.transpose(2, 3)).float() * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -36,3 +40,41 @@ def attend(
     lse = torch.logsumexp(scores, dim=3)
     weights = torch.exp(scores - lse[..., None]).to(q.dtype)
     return torch.matmul(weights, v), lse
+
+
+def attend_all(q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
+    """Every query to every key: `q` [heads, group, queries, head_dim], `k` and `v` [heads, keys, head_dim] -> output
+    like `q` and log-sum-exp float32 [heads, group, queries]. The heads of a group become one, with more queries."""
+    rows = q.flatten(1, 2)
+    if softcap is None and rows.shape[1] >= _PRODUCT_ROWS and k.shape[1] >= _PRODUCT_KEYS and _has_onednn(q):
+        out, lse = _by_products(rows, k, v, scale)
+    else:
+        out, lse = attend(rows[:, None], k[:, None], v[:, None], scale=scale, softcap=softcap)
+    return out.view(q.shape), lse.view(q.shape[:3])
+
+
+def _by_products(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """`q` [heads, rows, head_dim]; keys and values are the weights of two linear layers."""
+    linear = torch.ops.mkldnn._linear_pointwise
+    q, k, v = q * scale, k.contiguous(), v.transpose(1, 2).contiguous()
+    out = torch.empty_like(q)
+    lse = q.new_empty(q.shape[:2])
+    step = max(32, _SCORES_BYTES // (4 * k.shape[1]))
+    for head in range(len(q)):
+        for start in range(0, q.shape[1], step):
+            part = slice(start, start + step)
+            scores = linear(q[head, part], k[head], None, "none", [], "")
+            weights = torch.softmax(scores, 1)
+            out[head, part] = linear(weights, v[head], None, "none", [], "")
+            # The largest weight is exp(largest score - log-sum-exp).
+            torch.sub(scores.amax(1), weights.amax(1).log_(), out=lse[head, part])
+    return out, lse
+
+
+def _has_onednn(tensor: Tensor) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and tensor.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )

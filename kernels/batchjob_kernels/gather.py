@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from batchjob_kernels.dense import attend
+from batchjob_kernels.dense import attend, attend_all
 from batchjob_kernels.meta import AttnMeta
 from batchjob_kernels.pieces import Piece, cut
 
@@ -68,8 +68,11 @@ def _run(
         keys, values = own.view(piece.batch, piece.kv_len, *own.shape[1:]).permute(2, 0, 3, 1, 4)
         out, lse = attend(queries, keys, values, scale=scale, softcap=softcap, mask=piece.mask)
         return out, lse
-    keys, values = own[: piece.kv_len].permute(1, 2, 0, 3).unsqueeze(2)  # [kv_heads, 1, kv_len, head_dim] each
-    out, lse = attend(
-        queries.permute(1, 2, 0, 3), keys, values, scale=scale, softcap=softcap, mask=piece.mask, causal=piece.causal
-    )
+    keys, values = own[: piece.kv_len].permute(1, 2, 0, 3)  # [kv_heads, kv_len, head_dim] each
+    queries = queries.permute(1, 2, 0, 3)
+    if piece.mask is None and not piece.causal:
+        out, lse = attend_all(queries, keys, values, scale=scale, softcap=softcap)
+    else:
+        keys, values = keys.unsqueeze(1), values.unsqueeze(1)
+        out, lse = attend(queries, keys, values, scale=scale, softcap=softcap, mask=piece.mask, causal=piece.causal)
     return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)

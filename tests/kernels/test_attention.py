@@ -158,3 +158,13 @@ def test_shared_blocks_are_read_once() -> None:
     cut = pieces.cut(step.meta, None, torch.float32)
     assert [piece.kv_len for piece in cut.shared] == [48]
     assert [piece.kv_len for piece in cut.own] == [16]
+
+
+def test_many_rows_over_long_shared_blocks_equal_the_reference() -> None:
+    query_lens = [1] * 20 + [40, 7]
+    context = Context(0, 22, 0, 20)
+    step = make_step(query_lens, [320 + 3 * row for row in range(22)], block_size=16, contexts=(context,))
+    expected, actual = (
+        module.paged_attention(step.q, step.kv, step.cache, step.meta, scale=0.3) for module in (reference, gather)
+    )
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
