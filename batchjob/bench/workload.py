@@ -1,0 +1,120 @@
+"""Runs a workload file through the engine: rows of `ids` (token ids) and `max_tokens`, greedy, end tokens ignored.
+
+The same rows give the same work to any other program, so that figures can be compared side by side.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchjob.bench.limits import Limits
+from batchjob.core.order import arrange
+from batchjob.engine import Engine, EngineConfig
+from batchjob.engine.engine import EngineStats
+from batchjob.records import Request
+from batchjob.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    token_ids: list[int]
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    name: str
+    num_rows: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    seconds: float
+    stats: EngineStats
+    shares: str | None = None
+    flops: float = 0.0  # of linear layers
+
+    def render(self, limits: Limits | None) -> str:
+        total = self.num_prompt_tokens + self.num_output_tokens
+        lines = [
+            f"{self.name}: {self.seconds:.1f} s, {self.num_output_tokens / self.seconds:.1f} output tok/s, "
+            f"{total / self.seconds:.1f} total tok/s, {self.num_rows / self.seconds:.2f} rows/s",
+            f"  {self.stats.num_steps} steps, {self.stats.num_prompt_tokens_computed:,} prompt tokens computed, "
+            f"{self.stats.num_cached_tokens:,} from the prefix cache, {self.stats.num_preemptions} preemptions",
+        ]
+        if self.shares is not None:
+            lines.append(f"  time: {self.shares}")
+        if limits is not None and self.flops:
+            bound = self.flops / limits.flops
+            lines.append(
+                f"  limit: {bound:.1f} s for {self.flops / 1e12:.2f} TFLOP of linear layers at {limits.render()}; "
+                f"this run is at {bound / self.seconds:.0%} of it"
+            )
+        return "\n".join(lines)
+
+
+def read_workload(path: Path) -> list[Row]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [Row(row["ids"], row["max_tokens"]) for row in rows]
+
+
+def run_workload(
+    model: str | Path, name: str, rows: list[Row], config: EngineConfig, *, profile: bool = False
+) -> Result:
+    """Loads the model, warms up with a few short rows, then runs all rows. Loading is not part of the time."""
+    from batchjob.engine.runner import TorchRunner
+
+    engine = Engine(TorchRunner(model, config), _NoText(), config)
+    try:
+        _complete(engine, [Row(row.token_ids[:64], 4) for row in rows[:4]])
+        before = engine.stats
+        shares_context: object
+        if profile:
+            from batchjob.bench.shares import measure_shares
+
+            shares_context = measure_shares()
+        else:
+            shares_context = nullcontext()
+        with shares_context as shares:  # type: ignore[attr-defined]
+            started = time.perf_counter()
+            num_output_tokens = _complete(engine, rows)
+            seconds = time.perf_counter() - started
+        stats = engine.stats
+    finally:
+        engine.close()
+    runner_seconds = stats.runner_seconds - before.runner_seconds
+    return Result(
+        name=name,
+        num_rows=len(rows),
+        num_prompt_tokens=sum(len(row.token_ids) for row in rows),
+        num_output_tokens=num_output_tokens,
+        seconds=seconds,
+        stats=stats,
+        shares=None if shares is None else shares.render(seconds, runner_seconds),
+        flops=0.0 if shares is None else shares.flops,
+    )
+
+
+class _NoText:
+    """The workload is about tokens; nobody reads the text."""
+
+    def decode(self, ids: list[int]) -> str:
+        return ""
+
+
+def _complete(engine: Engine, rows: list[Row]) -> int:
+    """Runs the rows in the engine's own order and returns how many tokens came out."""
+    requests = [
+        Request(i, 0, row.token_ids, SamplingParams(max_tokens=row.max_tokens, ignore_eos=True), stream=i)
+        for i, row in enumerate(rows)
+    ]
+    for request in arrange(requests, "auto"):
+        refused = engine.add(request)
+        if refused is not None and refused.error is not None:
+            raise ValueError(f"row {request.row_index}: {refused.error.message}")
+    num_tokens = 0
+    while engine.has_unfinished():
+        num_tokens += sum(len(completion.token_ids) for completion in engine.step())
+    return num_tokens
