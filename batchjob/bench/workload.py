@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from batchjob.bench.limits import Limits
@@ -68,7 +68,8 @@ def run_workload(
 
     engine = Engine(TorchRunner(model, config), _NoText(), config)
     try:
-        _complete(engine, [Row(row.token_ids[:64], 4) for row in rows[:4]])
+        # Backwards, so that the prefix cache has nothing of theirs afterwards.
+        _complete(engine, [Row(row.token_ids[:64][::-1], 4) for row in rows[:4]])
         before = engine.stats
         shares_context: object
         if profile:
@@ -81,10 +82,9 @@ def run_workload(
             started = time.perf_counter()
             num_output_tokens = _complete(engine, rows)
             seconds = time.perf_counter() - started
-        stats = engine.stats
+        stats = _difference(engine.stats, before)
     finally:
         engine.close()
-    runner_seconds = stats.runner_seconds - before.runner_seconds
     return Result(
         name=name,
         num_rows=len(rows),
@@ -92,9 +92,13 @@ def run_workload(
         num_output_tokens=num_output_tokens,
         seconds=seconds,
         stats=stats,
-        shares=None if shares is None else shares.render(seconds, runner_seconds),
+        shares=None if shares is None else shares.render(seconds, stats.runner_seconds),
         flops=0.0 if shares is None else shares.flops,
     )
+
+
+def _difference(after: EngineStats, before: EngineStats) -> EngineStats:
+    return EngineStats(*(getattr(after, f.name) - getattr(before, f.name) for f in fields(EngineStats)))
 
 
 class _NoText:
