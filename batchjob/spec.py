@@ -34,9 +34,13 @@ def _s(name: str) -> Any:
 class JobSpec:
     # -- what to run on what
     model: str | None = _f(None, "Hub id, local directory, or .gguf file.", pinned=True, section="data")
-    input: tuple[str, ...] = _f((), "JSONL (plain, .gz, .zst) or Parquet: file, directory or glob (repeatable).", section="data")
+    input: tuple[str, ...] = _f(
+        (), "JSONL (plain, .gz, .zst) or Parquet: file, directory or glob (repeatable).", section="data"
+    )
     output: str | None = _f(None, "Output directory; rows go to OUTPUT/data.", section="data")
-    revision: str | None = _f(None, "Branch, tag or commit of a hub model; pinned to a commit.", pinned=True, section="data")
+    revision: str | None = _f(
+        None, "Branch, tag or commit of a hub model; pinned to a commit.", pinned=True, section="data"
+    )
     # -- prompts
     prompt: str | None = _f(
         None,

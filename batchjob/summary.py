@@ -87,7 +87,8 @@ class RunResult:
         if not self.job_complete and self.stopped_by is None:
             lines.append("  note        other shards of this job still have rows to do: `batchjob status` shows them")
         quoted = shlex.quote(self.output)
-        lines.append(f"  read it     python -c \"import pandas; print(pandas.read_parquet('{self.output}/data'))\"")
+        code = f"import pyarrow.parquet as pq; print(pq.read_table('{self.output}/data').slice(0, 3).to_pylist())"
+        lines.append(f'  read it     python -c "{code}"')
         lines.append(f"  or merge    batchjob merge {quoted} answers.jsonl")
         if self.input_damaged:
             lines.append("  exit 65     an input file is damaged and its last rows are missing: see error_message")

@@ -32,6 +32,7 @@ class EngineStats:
     num_cached_tokens: int  # found in the prefix cache instead
     num_recomputed_tokens: int  # lost to preemption and computed again
     num_preemptions: int
+    num_preempted: int  # samples that were preempted at least once
     runner_seconds: float  # spent in the runner, the wait for its tokens included
 
 
@@ -227,6 +228,7 @@ class Engine:
             num_cached_tokens=scheduler.num_cached_tokens,
             num_recomputed_tokens=scheduler.num_recomputed_tokens,
             num_preemptions=scheduler.num_preemptions,
+            num_preempted=scheduler.num_preempted,
             runner_seconds=self._runner_seconds,
         )
 

@@ -215,6 +215,7 @@ class Store:
             self._fs.fsync_dir(self._layout.data)
             data = json.dumps(done, indent=1).encode() + b"\n"
             self._fs.replace_file(self._layout.done, data, via=self._layout.tmp / f"done.{self.attempt}")
+            self._sweep_wal(self._catalog.committed)
         return done
 
     def close(self) -> None:

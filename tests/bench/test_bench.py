@@ -14,7 +14,8 @@ from batchjob.engine.config import EngineConfig
 
 @pytest.fixture
 def workload(tmp_path: Path) -> Path:
-    rows = [{"ids": list(range(10 + 3 * length, 10 + 4 * length)), "max_tokens": 3 + length % 4} for length in (4, 9, 20, 33)]
+    lengths = (4, 9, 20, 33)
+    rows = [{"ids": list(range(10 + 3 * n, 10 + 4 * n)), "max_tokens": 3 + n % 4} for n in lengths]
     path = tmp_path / "small.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

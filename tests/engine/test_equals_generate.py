@@ -105,7 +105,8 @@ def run_engine(reference: Reference, setting: Setting) -> tuple[list[list[int]],
     bytes_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     num_rows = len(reference.prompts)
     longest = max(map(len, reference.prompts)) + reference.max_tokens
-    pool_tokens = max(longest + 2 * setting.block_size, num_rows * longest // 4) if setting.small_pool else num_rows * longest * 2
+    all_rows = num_rows * longest
+    pool_tokens = max(longest + 2 * setting.block_size, all_rows // 4) if setting.small_pool else 2 * all_rows
     engine_config = EngineConfig(
         max_model_len=2048,
         max_num_seqs=num_rows,
@@ -125,7 +126,7 @@ def run_engine(reference: Reference, setting: Setting) -> tuple[list[list[int]],
         for completion in engine.step():
             assert completion.error is None
             outputs[completion.row_index] = completion.token_ids
-    preempted = engine.stats.num_preempted_rows
+    preempted = engine.stats.num_preempted
     engine.close()
     return [outputs[row] for row in order], preempted
 
