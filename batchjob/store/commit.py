@@ -17,9 +17,8 @@ from batchjob.store.context import StoreContext
 from batchjob.store.counts import Counts
 from batchjob.store.fsops import storage_error, storage_errors
 from batchjob.store.parts import BadPartError, ContentHash, PartInfo, count_rows, write_part
+from batchjob.store.rows import Records
 from batchjob.store.schema import OWN_COLUMNS, TOKEN_IDS
-
-Records = list[dict[str, Any]]  # log records of consecutive (row, sample) pairs, in order
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,7 +188,7 @@ def rich_rows(first: int, number: int) -> pa.Table:
 def test_columns_of_every_type_come_out_unchanged(
     kit: Any, output: Path, tmp_path: Path, num_samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("batchjob.store.chunk._GROUP_ROWS", 5)
+    monkeypatch.setattr("batchjob.store.rows._GROUP_ROWS", 5)
     plan = kit.make_plan(20, 8, RICH)
     store = Store.create(output, kit.make_manifest(plan, num_samples=num_samples), plan)
     store.start_attempt({})

@@ -182,8 +182,6 @@ def test_a_row_with_samples_is_complete_after_all_of_them(kit: Any, output: Path
     assert chunk.complete_rows() == set()
     chunk.add(kit.completion(0, 0))
     assert chunk.complete_rows() == {0}
-    assert chunk.row_is_complete(0)
-    assert not chunk.row_is_complete(1)
     # After a restart the logs know that row 1 has three samples.
     chunk = started(kit, output, plan, num_samples=2).open_chunk(0)
     assert chunk.complete_rows() == {0}
@@ -220,6 +218,8 @@ def test_records_of_a_log_that_make_no_sense_are_not_taken(kit: Any, output: Pat
         {**good, "row": 2, "sample": 1, "of": 2},  # the row has one sample
         {**good, "text": 5},
         {**good, "error": "no"},
+        {**good, "error": ["engine_error", 5]},
+        {key: value for key, value in good.items() if key != "finish"},
         {key: value for key, value in good.items() if key != "text"},
     ]
     log = Layout(output).chunk_wal(1) / "z.log"
@@ -263,7 +263,7 @@ def test_a_record_that_changed_on_disk_is_not_committed(kit: Any, output: Path) 
 
 
 def test_large_chunks_become_several_row_groups(kit: Any, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchjob.store.chunk._GROUP_ROWS", 7)
+    monkeypatch.setattr("batchjob.store.rows._GROUP_ROWS", 7)
     plan = kit.make_plan(20, 20)
     store = started(kit, output, plan, num_samples=3)
     kit.finish_chunk(store, 0)
