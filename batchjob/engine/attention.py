@@ -69,7 +69,7 @@ class StepContext:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Stores `kv` [num_tokens, 2, kv_heads, head_dim], then attends. `q` and result: [num_tokens, heads, head_dim]."""
+        """Stores `kv` [num_tokens, 2, kv_heads, head_dim], then attends; `q` and result: [num_tokens, heads, dim]."""
         assert self.meta is not None
         assert self.cache is not None
         assert self.backend is not None

@@ -7,6 +7,7 @@ from typing import Protocol
 from batchjob.engine.config import Detokenizer, EngineConfig, Runner
 from batchjob.engine.engine import Engine
 from batchjob.engine.fake import FakeRunner, fake_capacity
+from batchjob.engine.openmp import prepare_openmp
 from batchjob.spec import JobSpec
 
 
@@ -26,6 +27,7 @@ def create_engine(spec: JobSpec, model: ModelSource | None, config: EngineConfig
     if spec.engine == "fake":
         runner = FakeRunner(fake_capacity(config))
     else:
+        prepare_openmp()
         from batchjob.engine.runner import TorchRunner
 
         assert model is not None

@@ -12,6 +12,7 @@ from torch import Tensor
 from batchjob.errors import EngineError
 
 _SHARE_OF_FREE_MEMORY = {"cpu": 0.25, "cuda": 0.9}
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 class LayerShape(NamedTuple):
@@ -80,33 +81,34 @@ def available_memory(device: torch.device) -> int:
 
 
 def _cgroup_headroom() -> list[int]:
-    """What the memory limits of this process's control groups and of those above leave (a SLURM job has one)."""
+    """What the memory limits of this process's control groups, and of those above them, leave (a SLURM job has one)."""
     headroom = []
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
+    for controllers, path in _own_cgroups():
         if controllers == "":
-            root, limit_name, used_name = Path("/sys/fs/cgroup"), "memory.max", "memory.current"
+            root, limit, used = _CGROUP_ROOT, "memory.max", "memory.current"
         elif "memory" in controllers.split(","):
-            root, limit_name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
-            used_name = "memory.usage_in_bytes"
+            root, limit, used = _CGROUP_ROOT / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
         group = root / path.lstrip("/")
         for directory in [group, *group.parents]:
             try:
-                limit = (directory / limit_name).read_text().strip()
-                if limit != "max":
-                    used = int((directory / used_name).read_text())
-                    # Of what counts as used, file pages can be had back.
-                    stat = dict(row.split() for row in (directory / "memory.stat").read_text().splitlines())
-                    reclaimable = int(stat.get("inactive_file", stat.get("total_inactive_file", 0)))
-                    headroom.append(max(0, int(limit) - used + reclaimable))
+                numbers = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+                # File pages that were not used lately count as used, and can be had back.
+                reclaimable = int(numbers.get("inactive_file", 0))
+                most = int((directory / limit).read_text())  # "max" is no number: no limit here
+                headroom.append(max(0, most - int((directory / used).read_text()) + reclaimable))
             except (OSError, ValueError):
                 pass
             if directory == root:
                 break
     return headroom
+
+
+def _own_cgroups() -> list[tuple[str, str]]:
+    """(controllers, path) of each hierarchy; version 2 has one, without a list of controllers."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    return [(controllers, path) for _, controllers, path in (line.split(":", 2) for line in lines)]

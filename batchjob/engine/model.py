@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from batchjob.engine.attention import ATTENTION_NAME, StepContext, register
@@ -71,14 +74,26 @@ def prepare_model(
     def packed() -> list[Tensor]:
         return packed_logits(module, shapes, backend, packed_forward)
 
-    if problem := logits_problem(expected, packed()):
+    try:
+        problem = logits_problem(expected, packed())
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+        raise UnsupportedModelError(f"{name} fails on packed input: {first_line(error)}") from error
+    if problem:
         raise UnsupportedModelError(
             f"{name} gives {problem}: some part of it mixes tokens outside of its attention function"
         )
     fused = fuse(module, calls, packed) if use_fused else {}
-    if fused and logits_problem(expected, packed()):
+    if fused and not _still_equal(expected, packed):
         return None
     return LoadedModel(module, shapes, vocab_size=expected[0].shape[1], name=name, fused=fused)
+
+
+def _still_equal(expected: list[Tensor], packed: Callable[[], list[Tensor]]) -> bool:
+    try:
+        return logits_problem(expected, packed()) is None
+    except Exception:  # a fused part that another one reaches into; the caller goes on without any
+        logger.debug("fused parts", exc_info=True)
+        return False
 
 
 @torch.inference_mode()
@@ -99,7 +114,7 @@ def _load_config(path: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        message = f"{path} has no configuration that Transformers knows: {_first_line(error)}"
+        message = f"{path} has no configuration that Transformers knows: {first_line(error)}"
         raise UnsupportedModelError(message) from None
 
 
@@ -108,20 +123,34 @@ def _load_module(path: Path, config: Any, dtype: torch.dtype) -> nn.Module:
 
     register()
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-        )
+        with _without_progress_bars():
+            return AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+            )
     except ValueError as error:  # not a causal language model, or one that takes no attention function
-        raise UnsupportedModelError(f"{config.model_type} models do not run here: {_first_line(error)}") from None
-    except (OSError, RuntimeError) as error:
-        raise EngineError(f"{path} does not load: {_first_line(error)}") from None
+        raise UnsupportedModelError(f"{config.model_type} models do not run here: {first_line(error)}") from None
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise EngineError(f"{path} does not load: {first_line(error)}") from None
 
 
-def _first_line(error: Exception) -> str:
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging as transformers_logging
+
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()
+
+
+def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

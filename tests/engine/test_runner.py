@@ -1,0 +1,127 @@
+"""The runner by itself: capacity, broken rows, steps without a sample, reuse of slots and blocks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from batchjob.core.plan import Slice, StepPlan
+from batchjob.core.sequence import Sequence
+from batchjob.engine.config import EngineConfig
+from batchjob.engine.runner import TorchRunner
+from batchjob.errors import EngineError
+from batchjob.records import Request
+from batchjob.sampling import SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parent))
+from families import FAMILIES, build
+
+BLOCK_SIZE = 4
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose token 5 is not a number."""
+    model = build(*FAMILIES["llama"])
+    model.get_input_embeddings().weight.data[5] = torch.nan
+    path = tmp_path_factory.mktemp("models") / "llama"
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def runner(model_path: Path) -> TorchRunner:
+    return TorchRunner(model_path, EngineConfig(max_model_len=64, max_num_seqs=4, block_size=BLOCK_SIZE))
+
+
+def sequence(tokens: list[int], slot: int, blocks: list[int]) -> Sequence:
+    seq = Sequence(Request(0, 0, tokens, SamplingParams(), stream=0), max_len=60)
+    seq.slot, seq.blocks = slot, blocks
+    return seq
+
+
+def step(runner: TorchRunner, *slices: tuple[Sequence, int, int]) -> list[int]:
+    tokens = runner.execute(StepPlan([Slice(*piece) for piece in slices])).tokens()
+    sampled = [seq for seq, _, stop in slices if stop == len(seq.tokens)]
+    for seq, token in zip(sampled, tokens, strict=True):
+        seq.tokens.append(token)
+    return tokens
+
+
+def alone(runner: TorchRunner, prompt: list[int], num_output: int) -> list[int]:
+    seq = sequence(prompt, 3, [12, 13, 14, 15])
+    step(runner, (seq, 0, len(prompt)))
+    while len(seq.tokens) < len(prompt) + num_output:
+        step(runner, (seq, len(seq.tokens) - 1, len(seq.tokens)))
+    return seq.output_token_ids
+
+
+def test_capacity_comes_from_the_memory_and_the_settings(model_path: Path) -> None:
+    per_block = 2 * 3 * 2 * 8 * 4 * BLOCK_SIZE  # keys and values, layers, KV heads, head size, bytes, tokens
+    config = EngineConfig(max_model_len=64, max_num_seqs=8, block_size=BLOCK_SIZE, kv_cache_bytes=21 * per_block)
+    capacity = TorchRunner(model_path, config).capacity()
+    assert (capacity.num_blocks, capacity.block_size) == (20, BLOCK_SIZE)
+    assert (capacity.max_num_seqs, capacity.max_num_batched_tokens) == (8, 512)
+    assert capacity.vocab_size == 96
+    assert "LlamaForCausalLM in float32 on cpu, KV cache of 80 tokens" in capacity.description
+    roomy = TorchRunner(model_path, EngineConfig(max_model_len=64, max_num_seqs=8, block_size=BLOCK_SIZE)).capacity()
+    assert roomy.num_blocks == 8 * 16, "no more than the rows can fill"
+
+
+def test_a_device_that_is_not_there_is_an_error(model_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(EngineError, match="PyTorch sees no GPU"):
+        TorchRunner(model_path, EngineConfig(max_model_len=64, device="cuda"))
+
+
+def test_a_step_that_samples_nothing_gives_no_tokens(runner: TorchRunner) -> None:
+    prompt = [9, 8, 7, 6, 20, 21]
+    seq = sequence(list(prompt), 0, [0, 1])
+    assert step(runner, (seq, 0, 4)) == []
+    (token,) = step(runner, (seq, 4, 6))
+    assert token == alone(runner, prompt, 1)[0]
+
+
+def test_tokens_come_in_the_order_of_the_plan_whatever_the_layout(runner: TorchRunner) -> None:
+    prompts = [[9] * 11, [8, 7], [30, 31, 32, 33, 34]]
+    seqs = [sequence(list(prompt), slot, list(range(4 * slot, 4 * slot + 4))) for slot, prompt in enumerate(prompts)]
+    step(runner, *((seq, 0, len(seq.tokens)) for seq in seqs))
+    for _ in range(3):
+        step(runner, *((seq, len(seq.tokens) - 1, len(seq.tokens)) for seq in seqs))
+    assert [seq.output_token_ids for seq in seqs] == [alone(runner, prompt, 4) for prompt in prompts]
+
+
+def test_a_row_of_broken_numbers_gives_minus_one_and_harms_no_other_now_or_later(runner: TorchRunner) -> None:
+    good = [9, 8, 7, 6, 20]
+    expected = alone(runner, good, 3)
+    broken, beside = sequence([9, 5, 7, 8, 9], 0, [0, 1]), sequence(list(good), 1, [2, 3])
+    assert step(runner, (broken, 0, 5), (beside, 0, 5)) == [-1, expected[0]]
+    later = sequence(list(good), 0, [1, 0])  # on the blocks and in the slot of the broken one
+    assert step(runner, (later, 0, 5), (beside, 5, 6)) == [expected[0], expected[1]]
+    assert step(runner, (later, 5, 6), (beside, 6, 7)) == [expected[1], expected[2]]
+
+
+def test_a_slot_follows_its_sequence_through_preemption_and_to_the_next_owner(runner: TorchRunner) -> None:
+    prompt = [9, 8, 7, 6, 20]
+    expected = alone(runner, prompt, 3)
+    seq = sequence(list(prompt), 2, [0, 1])
+    step(runner, (seq, 0, 5))
+    seq.num_preemptions, seq.blocks = 1, [6, 7]  # computed again elsewhere, in the same slot
+    assert step(runner, (seq, 0, 6)) == [expected[1]]
+    other = sequence(list(prompt), 2, [4, 3])
+    assert step(runner, (other, 0, 5)) == [expected[0]]
+    assert step(runner, (other, 5, 6)) == [expected[1]]
+
+
+def test_closing_twice_is_fine(runner: TorchRunner) -> None:
+    runner.close()
+    runner.close()
