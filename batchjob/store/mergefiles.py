@@ -40,14 +40,17 @@ class ParquetWriter:
         self._sink: Sink | None = None
         self._parquet: pq.ParquetWriter | None = None
         self._pending: list[pa.Table] = []
+        self._pending_rows = 0
+        self._pending_bytes = 0
         if directory:
             fs.mkdir(path)
         self._open()
 
     def write(self, table: pa.Table) -> None:
         self._pending.append(pa.Table.from_arrays(table.columns, schema=self._schema))
-        num_rows = sum(table.num_rows for table in self._pending)
-        if num_rows >= _GROUP_ROWS or sum(table.nbytes for table in self._pending) >= _GROUP_BYTES:
+        self._pending_rows += table.num_rows
+        self._pending_bytes += table.nbytes
+        if self._pending_rows >= _GROUP_ROWS or self._pending_bytes >= _GROUP_BYTES:
             self._write_group()
 
     def _open(self) -> None:
@@ -65,7 +68,7 @@ class ParquetWriter:
             self._open()
         if self._pending and self._parquet is not None:
             group = pa.concat_tables(self._pending)
-            self._pending = []
+            self._pending, self._pending_rows, self._pending_bytes = [], 0, 0
             self._parquet.write_table(group, row_group_size=max(1, group.num_rows))
 
     def _close(self) -> None:
