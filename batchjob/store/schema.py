@@ -84,7 +84,7 @@ def _check_storable(field: pa.Field) -> None:
     """A type that Parquet cannot hold is found before anything is generated."""
     sink = pa.BufferOutputStream()
     try:
-        pq.write_table(pa.schema([field]).empty_table(), sink)
+        pq.ParquetWriter(sink, pa.schema([field])).close()
         kept = pq.read_schema(pa.BufferReader(sink.getvalue())).field(0).type
         problem = None if kept == field.type else f"it would become {kept}"
     except (pa.ArrowException, NotImplementedError) as error:

@@ -410,10 +410,11 @@ def no_space(name: str, *args: Any) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """OUTPUT SEED WORKERS SECONDS: that many processes work on one output, all on all chunks; one of them at random is
-    killed and started again, for some seconds. Then they are left in peace. Prints the number of kills."""
+    """OUTPUT SEED WORKERS SECONDS ROWS: that many processes work on one output, all on all chunks; one of them at random
+    is killed and started again, for some seconds. Then they are left in peace. Prints the number of kills."""
     output, seed, num_workers, seconds = Path(argv[0]), int(argv[1]), int(argv[2]), float(argv[3])
-    plan = make_plan(240, 8)
+    plan = make_plan(int(argv[4]), 8)
+    carried(plan.chunks[0])  # the first array is slow to make: done here, before the processes part
     rng = random.Random(seed)
     workers: list[int] = []
     num_kills = num_starts = 0
@@ -426,7 +427,7 @@ def main(argv: list[str]) -> None:
             return pid
         status = 1
         try:
-            Job().run(output, plan, seed=seed * 1000 + num_starts, pause=0.004)
+            Job().run(output, plan, seed=seed * 1000 + num_starts, pause=0.01)
             status = 0
         finally:
             os._exit(status)
