@@ -410,8 +410,8 @@ def no_space(name: str, *args: Any) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """OUTPUT SEED WORKERS SECONDS ROWS: that many processes work on one output, all on all chunks; one of them at random
-    is killed and started again, for some seconds. Then they are left in peace. Prints the number of kills."""
+    """OUTPUT SEED WORKERS SECONDS ROWS: that many processes work on one output, all on all chunks; one at random is
+    killed and started again, for some seconds. Then they are left in peace. Prints the number of kills."""
     output, seed, num_workers, seconds = Path(argv[0]), int(argv[1]), int(argv[2]), float(argv[3])
     plan = make_plan(int(argv[4]), 8)
     carried(plan.chunks[0])  # the first array is slow to make: done here, before the processes part
