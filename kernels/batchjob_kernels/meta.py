@@ -1,7 +1,7 @@
 """`AttnMeta`: what the attention of one step needs to know beside the tensors of a layer; the same for every layer.
 
-Layout of one layer's cache: [num_blocks, block_size, 2, num_kv_heads, head_dim], keys at index 0 of the third axis and
-values at index 1, so that a token's keys and values are written as one row and a block is read as one piece of memory.
+Layout of one layer's cache: [num_blocks, 2, num_kv_heads, block_size, head_dim], keys at index 0 of the second axis and
+values at index 1. The keys of one head in one block are one piece of memory, a *tile*; so are the values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class AttnMeta:
     slots: Tensor  # int64 [num_tokens]: block * block_size + offset where a new token's key and value go
     block_size: int
     contexts: list[Context] = field(default_factory=list)  # a hint: backends may ignore it; outer ones first
-    plans: dict[int | None, Any] = field(default_factory=dict)  # what a backend worked out for this step, per window
+    plans: dict[Any, Any] = field(default_factory=dict)  # what a backend worked out for this step
 
     def first_blocks(self) -> list[int]:
         """Per sequence, how many leading blocks the contexts cover."""

@@ -29,8 +29,10 @@ class Piece:
     stop: int
     batch: int  # sequences side by side with one query each (decode), or 0: one key range for all the rows
     kv_len: int  # keys per sequence, at most what the blocks hold
-    block_ids: Tensor | None = None  # int64; None: the keys are rows start:stop of the step's own
-    mask: Tensor | None = None  # float, added to the scores; [batch, 1, 1, kv_len] or [1, 1, rows, kv_len]
+    # int64, flat: which tiles of the cache hold the keys, then the values: [2, batch or 1, kv_heads, blocks].
+    # None: the keys are rows start:stop of the step's own.
+    tiles: Tensor | None = None
+    mask: Tensor | None = None  # float, added to the scores; [batch * kv_heads, 1, kv_len] or [rows, kv_len]
     causal: bool = False
 
 
@@ -40,16 +42,17 @@ class Pieces:
     shared: list[Piece]  # to be merged into those
 
 
-def cut(meta: AttnMeta, window: int | None, dtype: torch.dtype) -> Pieces:
-    """The pieces of a step for layers with this window (None: no window). Cached in `meta`."""
+def cut(meta: AttnMeta, *, window: int | None, num_kv_heads: int, dtype: torch.dtype) -> Pieces:
+    """The pieces of a step for layers with this window (None: no window) and this many KV heads. Kept in `meta`."""
     if window is not None and window >= max(meta.kv_lens, default=0):
         window = None
-    pieces: Pieces | None = meta.plans.get(window)
+    pieces: Pieces | None = meta.plans.get((window, num_kv_heads))
     if pieces is None:
-        pieces = meta.plans[window] = _cut(meta, window, dtype)
+        pieces = meta.plans[window, num_kv_heads] = _Cutter(meta, window, num_kv_heads, dtype).cut()
     return pieces
 
 
+XXX
 def _cut(meta: AttnMeta, window: int | None, dtype: torch.dtype) -> Pieces:
     own: list[Piece] = []
     shared: list[Piece] = []

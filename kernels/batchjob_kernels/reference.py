@@ -13,13 +13,14 @@ from torch import Tensor
 from batchjob_kernels.meta import AttnMeta
 
 
-def write_kv(kv: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Stores new keys and values: `kv` [num_tokens, 2, num_kv_heads, head_dim] into `cache` at `slots` (see AttnMeta).
+def write_kv(kv: Tensor, cache: Tensor, meta: AttnMeta) -> None:
+    """Stores new keys and values: `kv` [num_tokens, 2, num_kv_heads, head_dim] into `cache` at `meta.slots`.
 
     Numbers that are not finite are stored as zero. Masked places of a block are read and multiplied by zero, so
     a NaN that one broken row leaves there would otherwise reach the next owner of the block.
     """
-    cache.view(-1, *cache.shape[2:])[slots] = torch.nan_to_num(kv, nan=0.0, posinf=0.0, neginf=0.0)
+    block, offset = meta.slots // meta.block_size, meta.slots % meta.block_size
+    cache[block, :, :, offset] = torch.nan_to_num(kv, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def paged_attention(
@@ -38,12 +39,13 @@ def paged_attention(
     The cache must already hold the step's own keys and values; `kv` is what was written, for backends that can use it.
     `sinks` is [num_heads].
     """
-    num_heads, num_kv_heads = q.shape[1], cache.shape[3]
+    num_heads, num_kv_heads = q.shape[1], cache.shape[2]
     out = torch.empty_like(q)
     start = 0
     for row, (query_len, kv_len) in enumerate(zip(meta.query_lens, meta.kv_lens, strict=True)):
         num_blocks = -(-kv_len // meta.block_size)
-        own = cache[meta.block_table[row, :num_blocks]].flatten(0, 1)[:kv_len].float()  # [kv_len, 2, kv_heads, dim]
+        tiles = cache[meta.block_table[row, :num_blocks]].float()
+        own = tiles.permute(0, 3, 1, 2, 4).flatten(0, 1)[:kv_len]  # [kv_len, 2, kv_heads, head_dim]
         keys, values = own.repeat_interleave(num_heads // num_kv_heads, dim=2).unbind(1)
         scores = torch.einsum("qhd,khd->hqk", q[start : start + query_len].float(), keys) * scale
         if softcap is not None:

@@ -104,15 +104,17 @@ def run_engine(reference: Reference, setting: Setting) -> tuple[list[list[int]],
     config = reference.model.config
     bytes_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     num_rows = len(reference.prompts)
-    longest = max(map(len, reference.prompts)) + reference.max_tokens
-    all_rows = num_rows * longest
-    pool_tokens = max(longest + 2 * setting.block_size, all_rows // 4) if setting.small_pool else 2 * all_rows
+    # The small pool holds every prompt and one more block for each row, but not what all of them come to.
+    prompt_blocks = sum(-(-len(prompt) // setting.block_size) for prompt in reference.prompts)
+    num_blocks = prompt_blocks + num_rows + 1
+    if not setting.small_pool:
+        num_blocks += num_rows * (reference.max_tokens // setting.block_size + 1)
     engine_config = EngineConfig(
         max_model_len=2048,
         max_num_seqs=num_rows,
         max_num_batched_tokens=max(setting.max_num_batched_tokens, 32),
         block_size=setting.block_size,
-        kv_cache_bytes=pool_tokens * bytes_per_token,
+        kv_cache_bytes=num_blocks * setting.block_size * bytes_per_token,
         prefix_caching=setting.prefix_caching,
         eos_token_ids=(2,),
     )
@@ -133,7 +135,7 @@ def run_engine(reference: Reference, setting: Setting) -> tuple[list[list[int]],
 
 @pytest.fixture(scope="module")
 def short_reference(smollm2: Path) -> Reference:
-    return Reference(smollm2, num_rows=6, max_tokens=12)
+    return Reference(smollm2, num_rows=6, max_tokens=40)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +147,7 @@ def full_reference(smollm2: Path) -> Reference:
 def test_a_few_rows_equal_generate(short_reference: Reference, setting: Setting) -> None:
     outputs, preempted = run_engine(short_reference, setting)
     assert near_ties(short_reference, outputs) == 0
-    assert not setting.small_pool or preempted >= 2
+    assert not setting.small_pool or preempted >= 1
 
 
 @pytest.mark.long
@@ -155,4 +157,4 @@ def test_64_rows_equal_generate(full_reference: Reference, setting: Setting) -> 
     differing = near_ties(full_reference, outputs)
     print(f"{setting.name}: {differing} of 64 rows differ at a near-tie, {preempted} rows preempted")
     assert differing <= len(outputs) // 100
-    assert not setting.small_pool or preempted >= 20
+    assert not setting.small_pool or preempted >= 10

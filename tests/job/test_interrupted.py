@@ -90,7 +90,7 @@ def test_killed_five_times_and_resumed(source: Path, tmp_path: Path, seed: int) 
         in_commit = kill == 2
         environment = {**os.environ, "KILL_AT_LINK": "1"} if in_commit else None
         process = subprocess.Popen(
-            command(source, output, step_seconds=0.004),
+            command(source, output, step_seconds=0.02),
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
