@@ -74,7 +74,7 @@ class StepContext:
         assert self.cache is not None
         assert self.backend is not None
         layer = self.cache.layers[layer_index]
-        self.backend.write_kv(kv, layer, self.meta.slots)
+        self.backend.write_kv(kv, layer, self.meta)
         return self.backend.paged_attention(
             q, kv, layer, self.meta, scale=scale, window=window, softcap=softcap, sinks=sinks
         )

@@ -21,7 +21,7 @@ class LayerShape(NamedTuple):
 
 
 class KVCache:
-    """`layers[i]` is [num_blocks + 1, block_size, 2, num_kv_heads, head_dim], keys first (see batchjob_kernels.meta).
+    """`layers[i]` is [num_blocks + 1, 2, num_kv_heads, block_size, head_dim], keys first (see batchjob_kernels.meta).
 
     Zeroed once: what is masked is still read, and a NaN left in fresh memory would survive a multiplication by zero.
     The last block, `null_block`, is never written; block tables are padded with it.
@@ -40,7 +40,8 @@ class KVCache:
         self.block_size = block_size
         self.null_block = num_blocks
         self.layers: list[Tensor] = [
-            torch.zeros(num_blocks + 1, block_size, 2, *shape, dtype=dtype, device=device) for shape in shapes
+            torch.zeros(num_blocks + 1, 2, shape.num_kv_heads, block_size, shape.head_dim, dtype=dtype, device=device)
+            for shape in shapes
         ]
 
     @property

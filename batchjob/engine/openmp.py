@@ -6,8 +6,8 @@ import os
 
 # Turns of the loop in which a thread of GNU OpenMP waits for work before it sleeps. Its own default, 300,000, makes a
 # step ten times slower as soon as another process wants one of the cores; to sleep at once costs a third otherwise.
-# Measured with SmolLM2-135M on two cores: within 3 % of the default when quiet, twice the time beside a busy process.
-_SPIN_COUNT = "4000"
+# Measured with SmolLM2-135M on two cores: the default's speed when quiet, a quarter of it beside one busy process.
+_SPIN_COUNT = "10000"
 
 
 def prepare_openmp() -> None:

@@ -42,6 +42,26 @@ def attend(
     return torch.matmul(weights, v), lse
 
 
+def attend_decode(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float, softcap: float | None = None, needs_lse: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """One query per sequence: `q` [batch, kv_heads, group, head_dim], `k` and `v` [batch * kv_heads, keys, head_dim],
+    `mask` [batch * kv_heads, 1, keys] -> output like `q` and log-sum-exp float32 [batch, kv_heads, group]."""
+    rows = q.flatten(0, 1)  # [batch * kv_heads, group, head_dim]
+    if softcap is not None or q.dtype != torch.float32:
+        out, lse = attend(rows[:, None], k[:, None], v[:, None], scale=scale, softcap=softcap, mask=mask[:, None])
+        return out.view(q.shape), lse.view(q.shape[:3])
+    scores = torch.baddbmm(mask, rows, k.transpose(1, 2), alpha=scale)
+    weights = torch.softmax(scores, 2)
+    lse = _log_sum_exp(scores, weights).view(q.shape[:3]) if needs_lse else None
+    return torch.bmm(weights, v).view(q.shape), lse
+
+
+def _log_sum_exp(scores: Tensor, weights: Tensor) -> Tensor:
+    """Of the last axis, given its softmax: the largest weight is exp(largest score - log-sum-exp)."""
+    return scores.amax(-1) - weights.amax(-1).log_()
+
+
 def attend_all(q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
     """Every query to every key: `q` [heads, group, queries, head_dim], `k` and `v` [heads, keys, head_dim] -> output
     like `q` and log-sum-exp float32 [heads, group, queries]. The heads of a group become one, with more queries."""
@@ -66,8 +86,7 @@ def _by_products(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor,
             scores = linear(q[head, part], k[head], None, "none", [], "")
             weights = torch.softmax(scores, 1)
             out[head, part] = linear(weights, v[head], None, "none", [], "")
-            # The largest weight is exp(largest score - log-sum-exp).
-            torch.sub(scores.amax(1), weights.amax(1).log_(), out=lse[head, part])
+            lse[head, part] = _log_sum_exp(scores, weights)
     return out, lse
 
 

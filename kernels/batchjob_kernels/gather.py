@@ -10,14 +10,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from batchjob_kernels.dense import attend, attend_all
+from batchjob_kernels.dense import attend, attend_all, attend_decode
 from batchjob_kernels.meta import AttnMeta
 from batchjob_kernels.pieces import Piece, cut
 
 
-def write_kv(kv: Tensor, cache: Tensor, slots: Tensor) -> None:
+def write_kv(kv: Tensor, cache: Tensor, meta: AttnMeta) -> None:
     """As `reference.write_kv`."""
-    cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, torch.nan_to_num(kv, nan=0.0, posinf=0.0, neginf=0.0))
+    num_parts, size = 2 * cache.shape[2], meta.block_size  # of keys and values, head by head
+    rows = meta.plans.get(num_parts)
+    if rows is None:
+        first = meta.slots // size * (num_parts * size) + meta.slots % size
+        rows = meta.plans[num_parts] = (first[:, None] + size * torch.arange(num_parts, device=kv.device)).flatten()
+    finite = torch.nan_to_num(kv, nan=0.0, posinf=0.0, neginf=0.0)
+    cache.view(-1, cache.shape[4]).index_copy_(0, rows, finite.reshape(len(rows), -1))
 
 
 def paged_attention(
@@ -32,21 +38,22 @@ def paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """As `reference.paged_attention`."""
-    num_kv_heads = cache.shape[3]
+    num_kv_heads = cache.shape[2]
     grouped = q.unflatten(1, (num_kv_heads, -1))  # [num_tokens, kv_heads, heads per KV head, head_dim]
-    pieces = cut(meta, window, q.dtype)
-    if len(pieces.own) == 1 and not pieces.shared and sinks is None:
-        return _run(pieces.own[0], grouped, kv, cache, scale, softcap)[0].flatten(1, 2)
-    out = torch.empty_like(grouped, memory_format=torch.contiguous_format)
+    pieces = cut(meta, window=window, num_kv_heads=num_kv_heads, dtype=q.dtype)
     needs_lse = bool(pieces.shared) or sinks is not None
+    if len(pieces.own) == 1 and not needs_lse:
+        return _run(pieces.own[0], grouped, kv, cache, scale, softcap, needs_lse)[0].flatten(1, 2)
+    out = torch.empty_like(grouped, memory_format=torch.contiguous_format)
     lse = torch.empty(grouped.shape[:3], dtype=torch.float32, device=q.device)
     for piece in pieces.own:
-        part, part_lse = _run(piece, grouped, kv, cache, scale, softcap)
+        part, part_lse = _run(piece, grouped, kv, cache, scale, softcap, needs_lse)
         out[piece.start : piece.stop] = part
-        if needs_lse:
+        if part_lse is not None:
             lse[piece.start : piece.stop] = part_lse
     for piece in pieces.shared:
-        part, part_lse = _run(piece, grouped, kv, cache, scale, softcap)
+        part, part_lse = _run(piece, grouped, kv, cache, scale, softcap, needs_lse)
+        assert part_lse is not None
         rows, rows_lse = out[piece.start : piece.stop], lse[piece.start : piece.stop]
         rows.lerp_(part, torch.sigmoid(part_lse - rows_lse)[..., None].to(out.dtype))
         torch.logaddexp(rows_lse, part_lse, out=rows_lse)
@@ -56,23 +63,24 @@ def paged_attention(
 
 
 def _run(
-    piece: Piece, q: Tensor, kv: Tensor, cache: Tensor, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
+    piece: Piece, q: Tensor, kv: Tensor, cache: Tensor, scale: float, softcap: float | None, needs_lse: bool
+) -> tuple[Tensor, Tensor | None]:
     """Output [rows, kv_heads, group, head_dim] and log-sum-exp [rows, kv_heads, group] of one piece."""
     queries = q[piece.start : piece.stop]
-    if piece.block_ids is None:
-        own = kv[piece.start : piece.stop]
+    num_kv_heads, head_dim = cache.shape[2], cache.shape[4]
+    if piece.tiles is None:
+        keys, values = kv[piece.start : piece.stop].permute(1, 2, 0, 3)  # [kv_heads, kv_len, head_dim] each
     else:
-        own = cache.flatten(1).index_select(0, piece.block_ids).view(-1, *cache.shape[2:])
+        gathered = cache.flatten(0, 2).flatten(1).index_select(0, piece.tiles)
+        keys, values = gathered.view(2, max(piece.batch, 1) * num_kv_heads, -1, head_dim)[:, :, : piece.kv_len]
     if piece.batch:
-        keys, values = own.view(piece.batch, piece.kv_len, *own.shape[1:]).permute(2, 0, 3, 1, 4)
-        out, lse = attend(queries, keys, values, scale=scale, softcap=softcap, mask=piece.mask)
-        return out, lse
-    keys, values = own[: piece.kv_len].permute(1, 2, 0, 3)  # [kv_heads, kv_len, head_dim] each
-    queries = queries.permute(1, 2, 0, 3)
+        assert piece.mask is not None
+        return attend_decode(queries, keys, values, piece.mask, scale=scale, softcap=softcap, needs_lse=needs_lse)
+    queries = queries.permute(1, 2, 0, 3)  # [kv_heads, group, rows, head_dim]
     if piece.mask is None and not piece.causal:
         out, lse = attend_all(queries, keys, values, scale=scale, softcap=softcap)
     else:
+        mask = None if piece.mask is None else piece.mask[None, None]
         keys, values = keys.unsqueeze(1), values.unsqueeze(1)
-        out, lse = attend(queries, keys, values, scale=scale, softcap=softcap, mask=piece.mask, causal=piece.causal)
+        out, lse = attend(queries, keys, values, scale=scale, softcap=softcap, mask=mask, causal=piece.causal)
     return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)

@@ -11,6 +11,7 @@ Every query row is in exactly one *own* piece and in any number of *shared* ones
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -52,88 +53,89 @@ def cut(meta: AttnMeta, *, window: int | None, num_kv_heads: int, dtype: torch.d
     return pieces
 
 
-XXX
-def _cut(meta: AttnMeta, window: int | None, dtype: torch.dtype) -> Pieces:
-    own: list[Piece] = []
-    shared: list[Piece] = []
-    starts = [0]
-    for query_len in meta.query_lens:
-        starts.append(starts[-1] + query_len)
-    size = meta.block_size
-    if window is None:
-        first = meta.first_blocks()
-        for context in meta.contexts:
-            ids = meta.block_table[context.first_seq, context.first_block : context.last_block]
-            shared.append(
-                Piece(starts[context.first_seq], starts[context.last_seq], 0, ids.numel() * size, ids.contiguous())
-            )
-    else:
-        lens = zip(meta.kv_lens, meta.query_lens, strict=True)
-        first = [max(0, kv_len - query_len - window + 1) // size for kv_len, query_len in lens]
-    row = 0
-    while row < len(first):
-        if meta.query_lens[row] == 1:
-            last = _decode_run(meta, first, row)
-            own.append(_decode(meta, first, row, last, starts[row], window, dtype))
-            row = last
-            continue
-        if window is not None and meta.kv_lens[row] > window:
-            own.append(_banded(meta, first[row], row, starts[row], window, dtype))
+class _Cutter:
+    def __init__(self, meta: AttnMeta, window: int | None, num_kv_heads: int, dtype: torch.dtype) -> None:
+        self.meta, self.window, self.num_kv_heads, self.dtype = meta, window, num_kv_heads, dtype
+        self.device = meta.block_table.device
+        self.starts = [0, *accumulate(meta.query_lens)]
+        # Per sequence, the first block that its own pieces read.
+        if window is None:
+            self.first = meta.first_blocks()
         else:
-            own.append(Piece(starts[row], starts[row + 1], 0, meta.query_lens[row], causal=True))
-            num_before = meta.kv_lens[row] - meta.query_lens[row] - first[row] * size
-            if num_before > 0:
-                ids = meta.block_table[row, first[row] : first[row] + -(-num_before // size)].contiguous()
-                shared.append(Piece(starts[row], starts[row + 1], 0, num_before, ids))
-        row += 1
-    return Pieces(own, shared)
+            lens = zip(meta.kv_lens, meta.query_lens, strict=True)
+            self.first = [max(0, kv_len - query_len - window + 1) // meta.block_size for kv_len, query_len in lens]
 
+    def cut(self) -> Pieces:
+        meta, starts, window = self.meta, self.starts, self.window
+        pieces = Pieces([], [])
+        if window is None:
+            for first_seq, last_seq, first_block, last_block in meta.contexts:
+                kv_len = (last_block - first_block) * meta.block_size
+                tiles = self._tiles(meta.block_table[first_seq, first_block:last_block][None])
+                pieces.shared.append(Piece(starts[first_seq], starts[last_seq], 0, kv_len, tiles))
+        row = 0
+        while row < len(meta.query_lens):
+            if meta.query_lens[row] == 1:
+                last = self._end_of_run(row)
+                pieces.own.append(self._decode(row, last))
+                row = last
+                continue
+            if window is not None and meta.kv_lens[row] > window:
+                pieces.own.append(self._banded(row, window))
+            else:
+                pieces.own.append(Piece(starts[row], starts[row + 1], 0, meta.query_lens[row], causal=True))
+                num_before = meta.kv_lens[row] - meta.query_lens[row] - self.first[row] * meta.block_size
+                if num_before > 0:
+                    tiles = self._tiles_of(row, meta.kv_lens[row] - meta.query_lens[row])
+                    pieces.shared.append(Piece(starts[row], starts[row + 1], 0, num_before, tiles))
+            row += 1
+        return pieces
 
-def _decode_run(meta: AttnMeta, first: list[int], row: int) -> int:
-    """The end of the run of decode rows from `row` on that are best read together, given their lengths."""
-    size = meta.block_size
-    longest = total = 0
-    last = row
-    while last < len(first) and meta.query_lens[last] == 1:
-        padded = -(-meta.kv_lens[last] // size) * size - first[last] * size
-        longest_then, total_then = max(longest, padded), total + padded
-        num_rows = last + 1 - row
-        if last > row and (
-            longest_then * num_rows > MAX_PIECE_TOKENS or longest_then * num_rows - total_then > PIECE_TOKENS
-        ):
-            break
-        longest, total = longest_then, total_then
-        last += 1
-    return last
+    def _end_of_run(self, row: int) -> int:
+        """The end of the run of decode rows from `row` on that are best read together, given their lengths."""
+        meta, size = self.meta, self.meta.block_size
+        longest = total = 0
+        last = row
+        while last < len(meta.query_lens) and meta.query_lens[last] == 1:
+            padded = (-(-meta.kv_lens[last] // size) - self.first[last]) * size
+            longest, total = max(longest, padded), total + padded
+            all_padded = longest * (last + 1 - row)
+            if last > row and (all_padded > MAX_PIECE_TOKENS or all_padded - total > PIECE_TOKENS):
+                break
+            last += 1
+        return last
 
+    def _decode(self, row: int, last: int) -> Piece:
+        meta, size, batch = self.meta, self.meta.block_size, last - row
+        first = torch.tensor(self.first[row:last])[:, None]
+        lens = torch.tensor(meta.kv_lens[row:last])[:, None] - first * size
+        num_blocks = -(-int(lens.max()) // size)
+        columns = first + torch.arange(num_blocks)
+        columns = columns.clamp_(max=meta.block_table.shape[1] - 1).to(self.device)  # what is read beyond is masked
+        position = torch.arange(num_blocks * size)
+        hidden = position >= lens
+        if self.window is not None:
+            hidden |= position < lens - self.window
+        mask = self._additive(hidden).repeat_interleave(self.num_kv_heads, dim=0)[:, None]
+        tiles = self._tiles(meta.block_table[row:last].gather(1, columns))
+        return Piece(self.starts[row], self.starts[row] + batch, batch, num_blocks * size, tiles, mask)
 
-def _decode(
-    meta: AttnMeta, first: list[int], row: int, last: int, start: int, window: int | None, dtype: torch.dtype
-) -> Piece:
-    size, batch = meta.block_size, last - row
-    device = meta.block_table.device
-    lens = torch.tensor([meta.kv_lens[i] - first[i] * size for i in range(row, last)])
-    num_blocks = -(-int(lens.max()) // size)
-    offsets = torch.tensor(first[row:last])[:, None] + torch.arange(num_blocks)
-    offsets = offsets.clamp_(max=meta.block_table.shape[1] - 1).to(device)  # what is read beyond is masked
-    ids = meta.block_table[row:last].gather(1, offsets).flatten()
-    position = torch.arange(num_blocks * size)
-    hidden = position >= lens[:, None]
-    if window is not None:
-        hidden |= position < lens[:, None] - window
-    mask = _additive(hidden, dtype, device)[:, None, None, :]
-    return Piece(start, start + batch, batch, num_blocks * size, ids, mask)
+    def _banded(self, row: int, window: int) -> Piece:
+        query_len, kv_len = self.meta.query_lens[row], self.meta.kv_lens[row]
+        key = torch.arange(self.first[row] * self.meta.block_size, kv_len)
+        query = torch.arange(kv_len - query_len, kv_len)[:, None]
+        mask = self._additive((key > query) | (key <= query - window))
+        start = self.starts[row]
+        return Piece(start, start + query_len, 0, len(key), self._tiles_of(row, kv_len), mask)
 
+    def _tiles_of(self, row: int, stop: int) -> Tensor:
+        """Of the sequence's own blocks up to position `stop`."""
+        return self._tiles(self.meta.block_table[row, self.first[row] : -(-stop // self.meta.block_size)][None])
 
-def _banded(meta: AttnMeta, first: int, row: int, start: int, window: int, dtype: torch.dtype) -> Piece:
-    size, query_len, kv_len = meta.block_size, meta.query_lens[row], meta.kv_lens[row]
-    device = meta.block_table.device
-    ids = meta.block_table[row, first : -(-kv_len // size)].contiguous()
-    key = torch.arange(first * size, kv_len)
-    query = torch.arange(kv_len - query_len, kv_len)[:, None]
-    hidden = (key > query) | (key <= query - window)
-    return Piece(start, start + query_len, 0, len(key), ids, _additive(hidden, dtype, device)[None, None])
+    def _tiles(self, blocks: Tensor) -> Tensor:
+        """`blocks` [batch, num_blocks] -> flat [2, batch, num_kv_heads, num_blocks] (see AttnMeta for the layout)."""
+        part = torch.arange(2 * self.num_kv_heads, device=self.device).view(2, 1, self.num_kv_heads, 1)
+        return (blocks[None, :, None, :] * (2 * self.num_kv_heads) + part).flatten()
 
-
-def _additive(hidden: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf).to(device)
+    def _additive(self, hidden: Tensor) -> Tensor:
+        return torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, -torch.inf).to(self.device)

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 def test_a_cache_is_zero_and_has_one_block_to_spare() -> None:
     cache = KVCache([LayerShape(2, 8), LayerShape(1, 16)], num_blocks=3, block_size=4, dtype=torch.float32, device=CPU)
-    assert [tuple(layer.shape) for layer in cache.layers] == [(4, 4, 2, 2, 8), (4, 4, 2, 1, 16)]
+    assert [tuple(layer.shape) for layer in cache.layers] == [(4, 2, 2, 4, 8), (4, 2, 1, 4, 16)]
     assert not any(bool(layer.any()) for layer in cache.layers)
     assert cache.null_block == 3
     assert cache.num_bytes == 4 * bytes_per_block(

@@ -55,10 +55,10 @@ def make_step(
     step = Step(
         torch.randn(num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM, generator=generator),
         torch.randn(num_tokens, 2, NUM_KV_HEADS, HEAD_DIM, generator=generator),
-        torch.randn(num_blocks + 1, block_size, 2, NUM_KV_HEADS, HEAD_DIM, generator=generator),
+        torch.randn(num_blocks + 1, 2, NUM_KV_HEADS, block_size, HEAD_DIM, generator=generator),
         AttnMeta(query_lens, kv_lens, table, torch.tensor(slots), block_size, list(contexts)),
     )
-    reference.write_kv(step.kv, step.cache, step.meta.slots)
+    reference.write_kv(step.kv, step.cache, step.meta)
     return step
 
 
@@ -127,7 +127,7 @@ def test_numbers_that_are_not_finite_do_not_reach_the_next_owner_of_a_block(back
     step = make_step([1, 1], [5, 9])
     broken = torch.full_like(step.kv, torch.nan)
     broken[1] = torch.inf
-    backend.write_kv(broken, step.cache, step.meta.slots)
+    backend.write_kv(broken, step.cache, step.meta)
     assert bool(torch.isfinite(step.cache).all())
     # The same blocks, filled again up to a token earlier: the broken ones are masked.
     shorter = replace(step.meta, kv_lens=[5, 9], plans={})
@@ -139,25 +139,28 @@ def test_numbers_that_are_not_finite_do_not_reach_the_next_owner_of_a_block(back
 def test_writes_the_slots_and_nothing_else(backend: ModuleType) -> None:
     step = make_step([3, 1, 2], [2, 9, 4])
     cache = torch.zeros_like(step.cache)
-    backend.write_kv(step.kv, cache, step.meta.slots)
-    flat = cache.flatten(0, 1)
+    backend.write_kv(step.kv, cache, step.meta)
+    flat = cache.permute(0, 3, 1, 2, 4).flatten(0, 1)  # a copy, by slot
     torch.testing.assert_close(flat[step.meta.slots], step.kv)
     flat[step.meta.slots] = 0
     assert not bool(flat.any())
 
 
+def cut(step: Step) -> pieces.Pieces:
+    return pieces.cut(step.meta, window=None, num_kv_heads=NUM_KV_HEADS, dtype=torch.float32)
+
+
 def test_decode_rows_of_one_length_are_read_together_and_others_apart() -> None:
     near = make_step([1] * 8, [30, 30, 31, 31, 32, 33, 34, 35], block_size=16)
-    assert len(pieces.cut(near.meta, None, torch.float32).own) == 1
+    assert [piece.batch for piece in cut(near).own] == [8]
     far = make_step([1] * 8, [3] * 4 + [1000] * 4, block_size=16)
-    assert [piece.batch for piece in pieces.cut(far.meta, None, torch.float32).own] == [4, 4]
+    assert [piece.batch for piece in cut(far).own] == [4, 4]
 
 
 def test_shared_blocks_are_read_once() -> None:
     step = make_step([1] * 10, [50] * 10, block_size=16, contexts=(Context(0, 10, 0, 3),))
-    cut = pieces.cut(step.meta, None, torch.float32)
-    assert [piece.kv_len for piece in cut.shared] == [48]
-    assert [piece.kv_len for piece in cut.own] == [16]
+    assert [piece.kv_len for piece in cut(step).shared] == [48]
+    assert [piece.kv_len for piece in cut(step).own] == [16]
 
 
 def test_many_rows_over_long_shared_blocks_equal_the_reference() -> None:
