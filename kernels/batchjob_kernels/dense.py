@@ -53,8 +53,8 @@ def attend_decode(
         return out.view(q.shape), lse.view(q.shape[:3])
     scores = torch.baddbmm(mask, rows, k.transpose(1, 2), alpha=scale)
     weights = torch.softmax(scores, 2)
-    lse = _log_sum_exp(scores, weights).view(q.shape[:3]) if needs_lse else None
-    return torch.bmm(weights, v).view(q.shape), lse
+    out = torch.bmm(weights, v).view(q.shape)
+    return out, _log_sum_exp(scores, weights).view(q.shape[:3]) if needs_lse else None
 
 
 def _log_sum_exp(scores: Tensor, weights: Tensor) -> Tensor:
