@@ -9,6 +9,7 @@ from pathlib import Path
 from batchjob.bench.limits import measure_limits
 from batchjob.bench.workload import read_workload, run_workload
 from batchjob.engine import EngineConfig
+from batchjob.engine.openmp import prepare_openmp
 from batchjob.prepare import parse_memory
 
 DEFAULT_WORKLOAD = Path(__file__).parents[2] / "data" / "workload_mix48.jsonl"
@@ -28,6 +29,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-memory", default="4GiB")
     parser.add_argument("--no-prefix-caching", dest="prefix_caching", action="store_false")
     args = parser.parse_args()
+    prepare_openmp()  # as a job does
     model = _model_path(args.model)
     limits = measure_limits()
     print(f"limits: {limits.render()}")
