@@ -185,6 +185,8 @@ class Feeder:
                 message = _Failure.of(self._died()) if frame is None else pickle.loads(frame)
                 if isinstance(message, _Packed):
                     batches.append(message.batch())
+                    if len(batches) == _READ_AHEAD:  # a fast child refills the queue while it is emptied
+                        break
                     frame = self._frames.get_nowait()
                 else:
                     self._failure = message.error()

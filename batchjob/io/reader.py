@@ -7,6 +7,7 @@ Parquet row group again. Memory is bounded by a block of a file and one chunk's 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import pyarrow as pa
@@ -20,6 +21,7 @@ from batchjob.records import Record, RowError
 
 MAX_ROW_BYTES = 64 << 20
 _MAX_POSITIONS = 4
+_CARRIED_ROWS = 2_000
 
 
 class InputReader:
@@ -155,10 +157,17 @@ class InputReader:
             raise _changed(file)
 
     def _jsonl_carried(self, file: InputFile, segment: Segment) -> pa.Table:
+        lines = self._lines(file, segment)
+        batches = []
+        while piece := list(islice(lines, _CARRIED_ROWS)):  # so that few rows are Python objects at a time
+            batches.append(self._carried_batch(file, piece))
+        return pa.Table.from_batches(batches, schema=batches[0].schema if batches else self._schema)
+
+    def _carried_batch(self, file: InputFile, lines: list[Line]) -> pa.RecordBatch:
         typed = [name for name, kind in self._kinds.items() if kind != "json"]
         as_json = [name for name, kind in self._kinds.items() if kind == "json"]
         values: dict[str, list[Any]] = {name: [] for name in self._kinds}
-        for _, _, raw in self._lines(file, segment):
+        for _, _, raw in lines:
             row, error = (None, raw) if isinstance(raw, RowError) else jsonl.parse_row(raw)
             if row is None:
                 for column in values.values():
@@ -178,7 +187,9 @@ class InputReader:
             arrays = [pa.array(values[field.name], field.type) for field in self._schema]
         except (pa.ArrowException, OverflowError) as error:
             raise _changed(file) from error
-        return pa.table(arrays, schema=self._schema)
+        if not arrays:
+            return parquet.empty_batch(len(lines))
+        return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 
     # -- Parquet
 

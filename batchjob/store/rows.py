@@ -20,7 +20,7 @@ _LEN_BITS = 40
 _LEN_MASK = (1 << _LEN_BITS) - 1
 _OFFSET_BITS = 48
 # Rows of one group, which becomes a row group of the part: bounds the memory of a commit whatever the outputs' length.
-_GROUP_ROWS = 20_000
+_GROUP_ROWS = 4_000  # as Python objects at a time; a row group of the part
 _GROUP_BYTES = 16 * 2**20
 
 
