@@ -79,10 +79,12 @@ class Scheduler:
         if num_tokens >= limit:
             message = f"the prompt has {num_tokens} tokens; max_model_len is {limit}, output included"
             return RowError("prompt_too_long", message)
-        num_blocks, pool = self._num_blocks(num_tokens + len(request.output_token_ids)), self.pool
+        num_made, pool = len(request.output_token_ids), self.pool
+        num_blocks = self._num_blocks(num_tokens + num_made)
         if num_blocks > pool.num_blocks:
+            what = "the prompt and output" if num_made else "the prompt"
             message = (
-                f"the prompt of {num_tokens} tokens needs {num_blocks} KV blocks of {pool.block_size} tokens; "
+                f"{what} of {num_tokens + num_made} tokens needs {num_blocks} KV blocks of {pool.block_size} tokens; "
                 f"the whole cache has {pool.num_blocks} ({pool.num_blocks * pool.block_size} tokens)"
             )
             return RowError("kv_cache_too_small", message)
