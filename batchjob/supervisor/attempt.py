@@ -20,7 +20,7 @@ GRACE = 3.0  # seconds after a deadline before the worker is killed: SIGTERM mea
 GRACE_NOW = 2.0  # the same when everything is to end at once
 LAST_WORDS = 10.0  # seconds that a worker may take to be gone after it has said how it ends
 _TICK = 1.0  # seconds at most between two looks around
-_LONG_TICK = 5.0  # a longer one means that this process was stopped too, and nothing can be said about the worker
+_LONG_TICK = 2.0  # a longer one means that this process was stopped too, and nothing can be said about the worker
 _MAX_SHOWN = 16_384  # characters of stacks that are printed
 
 
@@ -77,7 +77,7 @@ class Attempt:
         self._last_tick = now
         if self._stop.stopping:
             self._pass_on_the_stop()
-        elif self._hang is None:
+        if self._hang is None and now < self._kill_at:
             self._watch(now)
         if now >= self._kill_at:
             self._worker.kill()

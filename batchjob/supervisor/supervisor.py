@@ -65,7 +65,7 @@ class Supervisor:
     def _worker_spec(self) -> JobSpec:
         """A time limit goes on counting through restarts."""
         spec = self._spec
-        if spec.time_limit in ("auto", "none"):
+        if spec.time_limit in ("auto", "none") or not self._num_restarts:
             return spec
         left = parse_duration(spec.time_limit) - (time.monotonic() - self._started)
         return spec.replace(time_limit=f"{max(1, round(left))}s")

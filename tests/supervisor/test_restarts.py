@@ -141,6 +141,22 @@ right, fake.FakeRunner.execute = fake.FakeRunner.execute, execute
     assert "no room for that many" in run.restarts[0]
 
 
+def test_kills_that_no_row_explains_halve_the_limits_too(start: Start, kit: Any, output: Path) -> None:
+    """What a machine without room does, where the kernel's counters are out of sight."""
+    patch = """
+import os, signal
+def execute(self, plan):
+    if len(plan.slices) > 16: os.kill(os.getpid(), signal.SIGKILL)
+    return right(self, plan)
+right, fake.FakeRunner.execute = fake.FakeRunner.execute, execute
+"""
+    run = start("--max-num-seqs", "32", patch=patch)
+    assert run.wait() == 0, run.text
+    assert [row["row_index"] for row in kit.rows_of(output) if row["status"] == "ok"] == list(range(1000))
+    assert kit.attempts(output)[-1]["limits_halved"] == 1
+    assert len(run.restarts) <= 8, run.text
+
+
 def test_a_native_crash_leaves_its_stacks(start: Start, kit: Any, output: Path, tmp_path: Path) -> None:
     crash = "import ctypes\nif faults: fake.FakeRunner.execute = lambda self, plan: ctypes.string_at(0)"
     run = start(patch=kit.once(tmp_path / "first") + "\n" + crash, step_seconds=0.0001)

@@ -113,6 +113,31 @@ def test_a_worker_that_does_not_hear_is_killed_at_its_deadline(start: Start, kit
     assert "in the middle of its work" in run.text
 
 
+def test_a_hang_in_a_long_drain_is_noticed(start: Start, kit: Any, output: Path) -> None:
+    flags = ("--max-num-seqs", "4", "--drain-timeout", "500", "--stall-timeout", "1", "--min-tokens", "40")
+    run = start(*flags, hang_at_step=60, step_seconds=0.02)
+    run.wait_for_rows()  # after some 41 steps, and others have begun
+    kept = kit.finished_rows(output)
+    sent = time.monotonic()
+    run.process.send_signal(signal.SIGUSR1)
+    assert run.wait() == 75, run.text
+    assert time.monotonic() - sent < 6
+    assert kept <= kit.finished_rows(output)
+
+
+def test_a_stopped_terminal_is_no_hang(start: Start, kit: Any, output: Path) -> None:
+    """Ctrl-Z stops them all, and when they go on, time has passed for which nobody is to blame."""
+    run = start("--max-num-seqs", "4", "--stall-timeout", "1", step_seconds=0.01)
+    run.wait_for_rows()
+    pids = [run.process.pid, *run.children()]
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in pids:
+            os.kill(pid, number)
+        time.sleep(3.0 if number == signal.SIGSTOP else 0)
+    assert run.wait() == 0, run.text
+    assert not run.restarts
+
+
 def test_ctrl_c_once_drains_and_twice_stops(start: Start, kit: Any, output: Path) -> None:
     run = start("--max-num-seqs", "8", step_seconds=0.7)
     run.wait_for_rows()
