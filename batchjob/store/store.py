@@ -101,8 +101,10 @@ class Store:
 
     @staticmethod
     def exists(output: str | Path, *, fs: FsOps | None = None) -> bool:
-        """Whether a directory holds a job."""
-        return exists(fs or FsOps(), Path(output).absolute())
+        """Whether a directory holds a job. Raises StorageError."""
+        path = Path(output).absolute()
+        with storage_errors("looking for", path):
+            return exists(fs or FsOps(), path)
 
     def start_attempt(self, info: Mapping[str, Any]) -> None:
         """Notes this process in `attempts/`, proves that the output can be written to, and removes what dead attempts
@@ -268,6 +270,7 @@ class Store:
             data = json.dumps(done, indent=1).encode() + b"\n"
             self._fs.replace_file(self._layout.done, data, via=self._layout.tmp / f"done.{self.attempt}")
             self._sweep_wal(self._catalog.committed)
+            self._sweep_tmp()  # what a process left that died beside this one
             self._sweep_claims(self._catalog.committed)
         return done
 
