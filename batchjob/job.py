@@ -292,7 +292,8 @@ def _work(
         lease.settle(give_up=lambda: stop.stopping)
         reader = InputReader(job.store.plan, max_row_bytes=spec.max_row_bytes)
         stack.callback(reader.close)
-        for line in _header(job, engine.capacity.description, time.monotonic() - loading):
+        header = _header(job, engine.capacity.description, time.monotonic() - loading)
+        for line in header[:1] if watcher.assignment.restarts else header:
             echo(line)
         if job.is_new:
             _show_first_prompt(job, reader, tokenizer, job.store.plan.chunks[0], echo)

@@ -95,9 +95,9 @@ class PipeWatcher(Watcher):
         self._finished.append(row_index)
 
     def alive(self, prompt_tokens: int, output_tokens: int) -> None:
-        self._tell_finished()
         now = time.monotonic()
-        if now >= self._next_alive:
+        if now >= self._next_alive or self._finished:
+            self._tell_finished()
             self._next_alive = now + ALIVE_INTERVAL
             self.send(f". {prompt_tokens} {output_tokens}\n")
 

@@ -44,6 +44,9 @@ def test_two_poisoned_rows_among_a_thousand(start: Start, kit: Any, poisoned: Pa
     assert 2 * 3 <= len(run.restarts) <= 2 * 4, run.text
     assert run.text.count("alone, twice") == 2
     assert "failed      2 engine_crash" in run.text
+    num_tokens = sum(row["num_output_tokens"] for row in rows)
+    assert f"{num_tokens:,} out in" in run.text, "the tokens of all workers are those of the run"
+    assert run.text.count("sampling  ") == 1
 
 
 def test_the_other_rows_come_out_as_without_poison(
