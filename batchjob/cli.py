@@ -9,14 +9,14 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import Field
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
 import click
 
-from batchjob import __version__
-from batchjob.errors import BatchJobError, StoppedEarlyError
+from batchjob import __version__, console
+from batchjob.errors import BatchJobError, StoppedEarlyError, UsageError
 from batchjob.spec import JobSpec, flag, load_toml, spec_fields
 
 _TYPES: dict[str, Any] = {"str": str, "int": int, "float": float}
@@ -97,7 +97,7 @@ class _Group(click.Group):
         except BatchJobError as error:
             if ctx.params.get("debug"):
                 raise
-            click.echo(f"batchjob: {error}", err=True)
+            console.echo(f"batchjob: {error}")
             ctx.exit(error.exit_code)
         except BrokenPipeError:
             # The reader of our output went away (`batchjob status | head`): not an error of ours.
@@ -113,21 +113,28 @@ def main(debug: bool) -> None:
 
     A job is flags, or a TOML file that flags override. The same command resumes a job that stopped.
     """
+    console.keep_standard_files_open()
 
 
 @main.command(cls=_JobCommand)
 @_job_options
-def run(job_file: str | None, **flags: Any) -> None:
+@click.option("--no-supervisor", is_flag=True, help="Run in this process: nothing restarts it. For debugging.")
+def run(job_file: str | None, no_supervisor: bool, **flags: Any) -> None:
     """Run a job, or go on with one that stopped. Rows go to OUTPUT/data as Parquet.
 
     JOB.toml holds settings under the names of the flags; flags override them.
     """
     # Arrow's own allocator keeps the pages of every commit; the system's gives them back: 45 MB at a million rows.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
+    spec = _spec(job_file, flags)
+    console.ignore_hangup()
+    if not no_supervisor:
+        from batchjob.supervisor import supervise
+
+        sys.exit(supervise(spec, echo=console.echo, debug=click.get_current_context().find_root().params["debug"]))
     from batchjob.job import run as run_job
 
-    result = run_job(_spec(job_file, flags), echo=lambda line: click.echo(line, err=True))
-    sys.exit(result.exit_code)
+    sys.exit(run_job(spec, echo=console.echo).exit_code)
 
 
 @main.command(cls=_JobCommand)
@@ -138,8 +145,39 @@ def validate(job_file: str | None, as_json: bool, **flags: Any) -> None:
     from batchjob.job import validate as validate_job
 
     report = validate_job(_spec(job_file, flags))
-    click.echo(json.dumps(report.to_dict(), indent=2, default=str) if as_json else report.render())
+    click.echo(json.dumps(report.to_dict(), indent=2, default=str) if as_json else console.safe(report.render()))
     sys.exit(report.exit_code)
+
+
+@main.command(cls=_JobCommand)
+@_job_options
+@click.option("--array", "num_tasks", type=click.IntRange(min=1), required=True, help="Number of tasks of the array.")
+@click.option("--max-running", type=click.IntRange(min=1), help="Most tasks at a time. [default: as many as fit]")
+@click.option("--time", help="Time limit of a task, such as 04:00:00. [default: the partition's]")
+@click.option("--partition", help="[default: the site's]")
+@click.option("--warning", type=click.IntRange(1, 65535), default=300, help="Seconds before the end. [default: 300]")
+@click.option("--sbatch", multiple=True, help="Option for the array, such as --sbatch=--gpus=1 (repeatable).")
+@click.option("--merge", "merge_into", help="Also write a script that merges the finished job into this file.")
+@click.option(
+    "--directory",
+    type=click.Path(path_type=Path),
+    default=Path("slurm"),
+    help="Where the scripts and logs go. [default: slurm]",
+)
+@click.option("--submit", is_flag=True, help="Submit the array, and the merge behind it.")
+def slurm(job_file: str | None, **flags: Any) -> None:
+    """Plan a job, write the scripts of a SLURM array for it, and warn of site settings that defeat them.
+
+    Takes the settings of `batchjob run`. --requeue is scontrol unless it is given.
+    """
+    from batchjob.slurm.command import SlurmOptions, write_job
+
+    options = SlurmOptions(**{field.name: flags.pop(field.name) for field in fields(SlurmOptions)})
+    if flags["num_shards"] is not None or flags["shard_id"] is not None:
+        raise UsageError("--array gives each task its shard: leave out --num-shards and --shard-id")
+    if flags["requeue"] is None and "requeue" not in (load_toml(job_file) if job_file else {}):
+        flags["requeue"] = "scontrol"
+    write_job(_spec(job_file, flags), job_file, flags, options, echo=lambda line: click.echo(line, err=True))
 
 
 @main.command()
@@ -151,7 +189,7 @@ def status(output: Path, as_json: bool) -> None:
     from batchjob.summary import render_status, status_json
 
     state = job_status(output)
-    click.echo(json.dumps(status_json(state), indent=2) if as_json else render_status(state))
+    click.echo(json.dumps(status_json(state), indent=2) if as_json else console.safe(render_status(state)))
     sys.exit(0 if state.complete else StoppedEarlyError.exit_code)
 
 

@@ -9,6 +9,8 @@
     │   └── UnsupportedModelError 70  the model needs something the engine does not do
     ├── OutputCreateError        73   the output directory cannot be made or lacks an operation we need
     ├── StorageError             74   reading or writing failed: disk full, I/O error
+    │   ├── DiskFullError        74   no room left, or the quota is used up
+    │   └── FileServerError      75   the file server lost track of our files; everything is safe, run it again
     ├── StoppedEarlyError        75   stopped by a signal or a limit; everything is safe, run it again
     └── ConfigMismatchError      78   the job differs from the one that the output directory holds
 
@@ -56,6 +58,14 @@ class OutputCreateError(BatchJobError):
 
 class StorageError(BatchJobError):
     exit_code = 74
+
+
+class DiskFullError(StorageError):
+    pass
+
+
+class FileServerError(StorageError):
+    exit_code = 75
 
 
 class StoppedEarlyError(BatchJobError):

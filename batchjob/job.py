@@ -6,7 +6,6 @@ A resume is the ordinary way to start: whatever is in the output directory alrea
 from __future__ import annotations
 
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
@@ -14,20 +13,30 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchjob import __version__
-from batchjob.errors import ConfigMismatchError, InputMissingError, UsageError
+from batchjob import __version__, console
+from batchjob.errors import ConfigMismatchError, UsageError
+from batchjob.extend import extend, find_new_inputs
+from batchjob.preflight import expected_bytes, refuse_damaged_settings, space_warning
 from batchjob.prepare import Settings, describe_sampling, fingerprint, parse_memory, resolve_settings
 from batchjob.progress import Counts, Progress, duration, printable
 from batchjob.prompts.source import PromptSource, resolve_prompt
+from batchjob.redact import redact_values
+from batchjob.sharding import shared_streams
 from batchjob.signals import StopSignals
+from batchjob.slurm import SlurmTask
 from batchjob.spec import JobSpec
+from batchjob.stealing import OwnChunks, SharedChunks
+from batchjob.stopping import requeue, stop_signals, time_limit
+from batchjob.store.lease import Lease, NoLease
 from batchjob.store.manifest import Manifest
 from batchjob.store.store import Store
 from batchjob.summary import RunResult
+from batchjob.watch import END, LOAD, RUN, Assignment, Watcher
 
 if TYPE_CHECKING:
     from batchjob.plan import Chunk
     from batchjob.prompts import PromptConfig
+    from batchjob.timelimit import TimeLimit
     from batchjob.validate import Report
 
 Echo = Callable[[str], None]
@@ -70,20 +79,22 @@ class Job:
         return mine, [c for c in mine if c.index not in committed]
 
 
-def run(spec: JobSpec, *, echo: Echo | None = None) -> RunResult:
-    """Runs the job, or what is left of it. `echo` gets the lines for a person; the default prints them to stderr.
+def run(spec: JobSpec, *, echo: Echo | None = None, watcher: Watcher | None = None) -> RunResult:
+    """Runs the job, or what is left of it, in this process. `echo` gets the lines for a person; the default prints them
+    to stderr. `watcher` is whoever watches over the run: nobody, unless a supervisor started it.
 
     Row errors do not raise; see `RunResult`. Raises a BatchJobError, whose `exit_code` is that of the command line.
     """
-    echo = echo or (lambda line: print(line, file=sys.stderr, flush=True))
+    echo, watcher = echo or console.echo, watcher or Watcher()
     if not spec.output:
         raise UsageError("give --output: the directory that the rows go to")
     if not spec.input:
         raise UsageError("give --input: a JSONL or Parquet file, a directory or a glob")
     job = open_job(spec, echo)
     with closing(job.store):
-        result = _run(job, echo)
+        result = _run(job, watcher, echo)
     result.warnings += job.store.warnings
+    _add_earlier(result, watcher.assignment)
     echo(result.render())
     return result
 
@@ -94,7 +105,10 @@ def run(spec: JobSpec, *, echo: Echo | None = None) -> RunResult:
 def open_job(spec: JobSpec, echo: Echo) -> Job:
     """The job in `spec.output`: made now, or found there and held against `spec`."""
     output = Path(spec.output or "")
-    return _resume(spec, output, echo) if Store.exists(output) else _create(spec, output, echo)
+    job = _resume(spec, output, echo) if Store.exists(output) else _create(spec, output, echo)
+    for warning in shared_streams(job.store.plan, spec.num_shards):
+        echo(f"warning: {warning}")
+    return job
 
 
 def _create(spec: JobSpec, output: Path, echo: Echo) -> Job:
@@ -114,7 +128,7 @@ def _create(spec: JobSpec, output: Path, echo: Echo) -> Job:
     chunk_rows = max((chunk.num_rows for chunk in plan.chunks), default=0)
     manifest = Manifest.new(
         plan,
-        spec=asdict(spec),
+        spec=redact_values(asdict(spec)),
         resolved={**settings.to_json(), "columns": list(planned.columns), "chunk_rows": chunk_rows},
         fingerprint=_fingerprint(spec, settings, source, spec.chunk_rows or chunk_rows),
         num_samples=settings.sampling.n,
@@ -128,8 +142,9 @@ def _create(spec: JobSpec, output: Path, echo: Echo) -> Job:
 def _resume(spec: JobSpec, output: Path, echo: Echo) -> Job:
     store = Store.open(output)
     manifest = store.manifest
+    refuse_damaged_settings(manifest, output / ".batchjob" / "job.json")
     settings = resolve_settings(spec, manifest.resolved)
-    _check_inputs(spec, store, echo)
+    new = find_new_inputs(spec, store.plan, echo)
     source = _source(spec, settings, manifest.resolved["columns"]) if store.plan.num_rows else None
     chunk_rows = spec.chunk_rows or manifest.fingerprint["chunk_rows"]
     asked = replace(
@@ -139,6 +154,8 @@ def _resume(spec: JobSpec, output: Path, echo: Echo) -> Job:
         output_token_ids=spec.output_token_ids,
     )
     _refuse_difference(manifest, asked, output)
+    if new:
+        extend(spec, store, source, echo)
     return Job(spec, settings, store, source, is_new=False)
 
 
@@ -174,31 +191,10 @@ def _refuse_difference(there: Manifest, asked: Manifest, output: Path) -> None:
         )
 
 
-def _check_inputs(spec: JobSpec, store: Store, echo: Echo) -> None:
-    """The input must be what was planned: the same files, unchanged."""
-    from batchjob.io.inputs import check_unchanged, find_inputs
-
-    found = [file.path for file in find_inputs(spec.input)[0]]
-    planned = [file.path for file in store.plan.files]
-    if spec.limit is not None:
-        found = found[: len(planned)]  # files past the limit are not part of the job
-    if gone := [path for path in planned if path not in found]:
-        raise InputMissingError(f"input file {gone[0]} is part of this job but not of --input: add it")
-    if new := [path for path in found if path not in planned]:
-        raise InputMissingError(
-            f"input file {new[0]} was not there when this job was planned: give it another --output, or leave it out"
-        )
-    if found != planned:
-        raise InputMissingError("the input files come in another order than planned; give --input in the old order")
-    for file in store.plan.files:
-        if warning := check_unchanged(file):
-            echo(f"warning: {warning}")
-
-
 # -- running
 
 
-def _run(job: Job, echo: Echo) -> RunResult:
+def _run(job: Job, watcher: Watcher, echo: Echo) -> RunResult:
     spec, store = job.spec, job.store
     started = time.monotonic()
     if (done := store.done()) is not None:
@@ -217,16 +213,34 @@ def _run(job: Job, echo: Echo) -> RunResult:
     )
     result = RunResult(output=str(spec.output), rows_total=counts.rows_total, max_error_rate=spec.max_error_rate)
     result.rows_reused = counts.rows_done
-    if todo or not store.plan.chunks:
-        with StopSignals(spec.drain_timeout) as stop:
-            store.start_attempt(_attempt_info(spec))
+    others = [c for c in store.plan.chunks if c.index not in committed and c not in todo] if spec.steal else []
+    if todo or others or not store.plan.chunks:
+        task = SlurmTask.from_environ()
+        limit = time_limit(spec, task, echo)
+        info = _attempt_info(spec, task, watcher.assignment)
+        with watcher.stop(stop_signals(spec, limit)) as stop:
+            limit.begin()
+            store.start_attempt(info)
+            watcher.attempt(store.attempt, store.output / ".batchjob" / "attempts")
+            needed = expected_bytes(spec, job.settings, store.plan, todo)
+            if (warning := space_warning(store.output, needed, 2 * len(todo))) is not None:
+                echo(warning)
             if not store.plan.chunks:
                 store.commit_empty()
             else:
-                _work(job, todo, counts, result, stop, echo)
+                with closing(store.lease((spec.shard_id, spec.num_shards)) if spec.lease else NoLease()) as lease:
+                    lease.acquire(on_lost=lambda: stop.request("superseded", time.monotonic()))
+                    chunks = SharedChunks(store, todo, others, counts) if spec.steal else OwnChunks(todo)
+                    _work(job, chunks, counts, result, stop, watcher, limit, lease, echo)
+                    lease.check()
             if counts.rows_done < counts.rows_total:
                 result.stopped_by = stop.reason
-    result.rows_done = counts.rows_done
+            num_finished = counts.rows_done - result.rows_reused
+            store.note_attempt({**info, "ended": {"by": result.stopped_by or "done", "rows_finished": num_finished}})
+            if result.stopped_by is not None:
+                made_progress = num_finished + watcher.assignment.rows_finished > 0
+                result.requeue = requeue(spec, task, stop, made_progress=made_progress)
+    result.rows_done, result.rows_total = counts.rows_done, counts.rows_total
     result.prompt_tokens, result.output_tokens = counts.prompt_tokens, counts.output_tokens
     result.take_counts(store.counts().to_json())
     if len(store.committed()) == max(1, len(store.plan.chunks)):
@@ -236,7 +250,17 @@ def _run(job: Job, echo: Echo) -> RunResult:
     return result
 
 
-def _work(job: Job, todo: list[Chunk], counts: Counts, result: RunResult, stop: StopSignals, echo: Echo) -> None:
+def _work(
+    job: Job,
+    chunks: OwnChunks,
+    counts: Counts,
+    result: RunResult,
+    stop: StopSignals,
+    watcher: Watcher,
+    limit: TimeLimit,
+    lease: Lease | NoLease,
+    echo: Echo,
+) -> None:
     from batchjob.engine import EngineConfig, create_engine
     from batchjob.feeder import Feeder, FeederConfig
     from batchjob.io.reader import InputReader
@@ -247,6 +271,7 @@ def _work(job: Job, todo: list[Chunk], counts: Counts, result: RunResult, stop: 
     with ExitStack() as stack:
         feeder = Feeder(FeederConfig(job.store.plan, job.prompt_config, job.tokenizer_name, spec.max_row_bytes))
         stack.callback(feeder.close)
+        watcher.phase(LOAD)
         loading = time.monotonic()
         echo(_model_line(settings))
         tokenizer = load_tokenizer(job.tokenizer_name)
@@ -260,15 +285,18 @@ def _work(job: Job, todo: list[Chunk], counts: Counts, result: RunResult, stop: 
             dtype=settings.dtype,
             device=settings.device,
             eos_token_ids=settings.eos_token_ids,
+            halvings=watcher.assignment.halvings,
         )
-        engine = create_engine(spec, settings.model, config, tokenizer)
+        engine = create_engine(spec, settings.model, config, tokenizer, before_step=watcher.before_step)
         stack.callback(engine.close)
+        lease.settle(give_up=lambda: stop.stopping)
         reader = InputReader(job.store.plan, max_row_bytes=spec.max_row_bytes)
         stack.callback(reader.close)
-        for line in _header(job, engine.capacity.description, time.monotonic() - loading):
+        header = _header(job, engine.capacity.description, time.monotonic() - loading)
+        for line in header[:1] if watcher.assignment.restarts else header:
             echo(line)
         if job.is_new:
-            _show_first_prompt(job, reader, tokenizer, todo[0], echo)
+            _show_first_prompt(job, reader, tokenizer, job.store.plan.chunks[0], echo)
         progress = Progress(counts, mode=spec.progress, echo=echo)
         stack.callback(progress.close)
         loop = Loop(
@@ -281,34 +309,61 @@ def _work(job: Job, todo: list[Chunk], counts: Counts, result: RunResult, stop: 
             counts=counts,
             progress=progress,
             stop=stop,
+            watcher=watcher,
+            lease=lease,
+            time_limit=limit,
             flush_interval=spec.flush_interval,
             order=spec.order,
+            save_partial=spec.save_partial,
+            full_disk_timeout=spec.full_disk_timeout,
+            echo=echo,
         )
         started = time.monotonic()
+        watcher.phase(RUN)
         try:
-            loop.run(todo)
+            loop.run(chunks)
+            watcher.phase(END)
         finally:
             result.seconds = time.monotonic() - started
             result.rows_reused += loop.num_reused
+            result.rows_saved, result.rows_continued = loop.num_saved, loop.num_continued
+            result.rows_wasted, result.chunks_stolen = loop.num_wasted, chunks.num_stolen
             result.warnings += loop.warnings
 
 
 # -- what a person is told
 
 
-def _attempt_info(spec: JobSpec) -> dict[str, Any]:
+def _attempt_info(spec: JobSpec, task: SlurmTask | None, assignment: Assignment) -> dict[str, Any]:
     """What may differ between attempts, kept as a record."""
     free = {f: getattr(spec, f) for f in ("max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory")}
     return {
         "batchjob": __version__,
         "python": platform.python_version(),
         "shard": [spec.shard_id, spec.num_shards],
+        "slurm": None if task is None else task.to_json(),
         "order": spec.order,
         "device": spec.device,
         "prefix_caching": spec.prefix_caching,
         "flush_interval": spec.flush_interval,
         **free,
+        "restarts": assignment.restarts,
+        "last_end": assignment.last_end,
+        "limits_halved": assignment.halvings,
+        "num_suspects": sum(map(len, assignment.suspects)),
+        "condemned": sorted(assignment.condemned),
     }
+
+
+def _add_earlier(result: RunResult, assignment: Assignment) -> None:
+    """What attempts of the same supervisor did before belongs to one run, for a person."""
+    result.rows_reused = max(0, result.rows_reused - assignment.rows_finished)
+    result.prompt_tokens += assignment.prompt_tokens
+    result.output_tokens += assignment.output_tokens
+    result.seconds += assignment.seconds
+    if assignment.restarts:
+        times = "once" if assignment.restarts == 1 else f"{assignment.restarts} times"
+        result.warnings.append(f"the worker was restarted {times}, the last time because it {assignment.last_end}")
 
 
 def _model_line(settings: Settings) -> str:

@@ -55,6 +55,7 @@ class Plan:
     chunks: tuple[Chunk, ...]
     columns: Mapping[str, str]
     arrow_schema: bytes  # serialized pyarrow schema (IPC) of the carried columns, in the same order
+    num_extensions: int = 0  # how often new input files were added; their chunks follow those that were there
 
     @property
     def num_rows(self) -> int:

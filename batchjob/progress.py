@@ -59,10 +59,17 @@ class Progress:
             return
         self._shown = now
         if self._bar is not None:
-            self._bar.set_postfix_str(self._speed(), refresh=False)
-            self._bar.update(self._counts.rows_done - self._bar.n)
+            self._show()
         else:
             self._echo(self._line())
+
+    def _show(self) -> None:
+        self._bar.set_postfix_str(self._speed(), refresh=False)
+        self._bar.total = self._counts.rows_total
+        try:
+            self._bar.update(self._counts.rows_done - self._bar.n)
+        except (OSError, ValueError):  # the terminal is gone; the job goes on without it
+            self._mode = "none"
 
     def reused(self, num_rows: int) -> None:
         """Rows that turned out to be done already: they count as done, not as speed."""
@@ -73,9 +80,11 @@ class Progress:
 
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.set_postfix_str(self._speed(), refresh=False)
-            self._bar.update(self._counts.rows_done - self._bar.n)
-            self._bar.close()
+            self._show()
+            try:
+                self._bar.close()
+            except (OSError, ValueError):
+                pass
             self._bar = None
             self._mode = "none"
 
@@ -109,7 +118,7 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}h{minutes % 60:02d}m"
 
 
-def printable(text: str, limit: int = 400) -> str:
+def printable(text: str, limit: int | None = 400) -> str:
     """Text of a row made safe for a terminal: control characters escaped (newlines kept as \\n), length capped."""
     safe = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[:limit])
-    return safe + (f"... ({len(text):,} characters)" if len(text) > limit else "")
+    return safe + (f"... ({len(text):,} characters)" if limit is not None and len(text) > limit else "")

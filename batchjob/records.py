@@ -62,13 +62,17 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sample of one row. `stream` keys its random numbers (see `stream_key`)."""
+    """One sample of one row. `stream` keys its random numbers (see `stream_key`).
+
+    `output_token_ids` is what it has made already, in an attempt that was stopped: it goes on behind these.
+    """
 
     row_index: int
     sample_index: int
     token_ids: list[int]
     params: SamplingParams
     stream: int
+    output_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

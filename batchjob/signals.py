@@ -1,7 +1,7 @@
 """Signals to a flag: a handler only notes what came and when; the job's loop asks between two steps.
 
-SIGUSR1: stop admitting rows, finish the running ones within --drain-timeout. SIGTERM or the first SIGINT: the same
-within at most 15 s. A second SIGINT: stop now. Repeats of SIGTERM and SIGUSR1 change nothing.
+The drain signal (SIGUSR1): stop admitting rows, finish the running ones within the drain time. SIGTERM or the first
+SIGINT: the same within at most 15 s. A second SIGINT: stop now. Repeats of SIGTERM and the drain signal change nothing.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
 TERM_DRAIN_SECONDS = 15.0
-_HANDLED = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 
 class StopSignals:
@@ -21,17 +21,20 @@ class StopSignals:
     since only the main thread may set handlers: whoever embeds `batchjob.run` there stops it in their own way.
     """
 
-    def __init__(self, drain_timeout: float) -> None:
-        self._drain_timeout = drain_timeout
+    def __init__(self, drain_seconds: Callable[[], float], *, drain_signal: str = "SIGUSR1") -> None:
+        """`drain_seconds` says, when the drain signal comes, how long running rows may go on."""
+        self._drain_seconds = drain_seconds
+        self._drain_signal = signal.Signals[drain_signal]
         self._old: dict[signal.Signals, Any] = {}
         self._num_interrupts = 0
-        self.reason: str | None = None  # the first signal's name
+        self.reason: str | None = None  # the first signal's name, or what else asked for the end
+        self.warned = False  # the end was announced (drain signal, time limit), so coming back is wanted
         self.deadline = float("inf")  # time.monotonic() until which running rows may finish
         self.now = False  # a second SIGINT: do not even finish the step's rows
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            for number in _HANDLED:
+            for number in (self._drain_signal, signal.SIGTERM, signal.SIGINT):
                 self._old[number] = signal.signal(number, self._note)
         return self
 
@@ -46,11 +49,23 @@ class StopSignals:
         if number == signal.SIGINT:
             self._num_interrupts += 1
             self.now = self._num_interrupts > 1
-        seconds = self._drain_timeout if number == signal.SIGUSR1 else min(TERM_DRAIN_SECONDS, self._drain_timeout)
-        if number == signal.SIGUSR1 and self.reason is not None:
+        if number == self._drain_signal:
+            self.warned = True
+            if self.reason is None:
+                self.request(name, time.monotonic() + self._drain_seconds())
             return
-        self.deadline = min(self.deadline, time.monotonic() + seconds)
-        self.reason = self.reason or name
+        self.request(name, time.monotonic() + min(TERM_DRAIN_SECONDS, self._drain_seconds()))
+
+    def request(self, reason: str, deadline: float, *, announced: bool = False) -> None:
+        """Stops the job for `reason`; running rows may go on until `deadline`, or an earlier one that is set."""
+        self.warned = self.warned or announced
+        self.deadline = min(self.deadline, deadline)
+        self.reason = self.reason or reason
+
+    def ignore_term(self) -> None:
+        """From here on SIGTERM changes nothing, in this process and in those it starts, until the process ends."""
+        if self._old.pop(signal.SIGTERM, None) is not None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     @property
     def stopping(self) -> bool:

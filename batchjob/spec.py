@@ -134,7 +134,23 @@ class JobSpec:
     # -- job
     num_shards: int = _f(1, "Number of processes that share this output; each starts on its own chunks.", section="job")
     shard_id: int = _f(0, "Which of them this one is, from 0.", section="job")
+    steal: bool = _f(
+        False,
+        "When this shard is finished, take chunks that other shards have not begun. Give it to all of them.",
+        section="job",
+    )
+    lease: bool = _f(
+        True,
+        "Refuse to run beside another live process on the same shard (exit 69). Without it rows may be computed twice, "
+        "and are written once all the same.",
+        section="job",
+    )
     limit: int | None = _f(None, "Only the first N rows.", pinned=True, section="job")
+    extend: bool = _f(
+        False,
+        "Add input files that are new since the job was planned, behind its rows; finished files stay.",
+        section="job",
+    )
     chunk_rows: int | None = _f(
         None, "Rows per chunk, the unit of commit. [default: from the number of rows]", pinned=True, section="job"
     )
@@ -144,13 +160,48 @@ class JobSpec:
         "Seconds between fsyncs of finished rows (a power loss takes at most these; a kill takes none).",
         section="job",
     )
+    full_disk_timeout: float = _f(
+        300.0,
+        "Seconds to wait for room when the disk is full, before the exit with code 74; finished rows wait in memory.",
+        section="job",
+    )
     max_error_rate: float = _f(
         0.01, "Share of failed rows above which the exit code is 65. All rows are written in any case.", section="job"
     )
     max_row_bytes: int = _f(64 * 1024 * 1024, "A longer input line becomes a row error.", pinned=True, section="job")
-    drain_timeout: float = _f(
-        120.0, "Seconds to finish running rows after SIGUSR1 (after SIGTERM or Ctrl-C at most 15).", section="job"
+    save_partial: int = _f(
+        64,
+        "A row that a stop cuts off keeps its output tokens if it has made at least this many, and the next run goes on "
+        "behind them; 0 keeps none.",
+        section="job",
     )
+    drain_timeout: float | None = _f(
+        None,
+        "Seconds to finish running rows after --drain-signal (after SIGTERM or Ctrl-C at most 15). "
+        "[default: the time left minus 60, or 120]",
+        section="job",
+    )
+    drain_signal: str = _f(
+        "SIGUSR1", "The signal that announces the end.", choices=("SIGUSR1", "SIGUSR2"), section="job"
+    )
+    time_limit: str = _f(
+        "auto",
+        "Stop in time for this end: auto (SLURM's, where there is one), none, or a time such as 3h30m or 12:00:00.",
+        section="job",
+    )
+    requeue: str = _f(
+        "none",
+        "In SLURM, after a warning or at the time limit: scontrol puts the task back in the queue, exit relies on the "
+        "site's RequeueExit=75, none on whoever started it.",
+        choices=("scontrol", "exit", "none"),
+        section="job",
+    )
+    stall_timeout: float = _f(
+        600.0,
+        "Seconds without a step after which the worker counts as hung: its stacks are kept and it is restarted. 0: never.",
+        section="job",
+    )
+    load_timeout: float = _f(3600.0, "The same for loading the model.", section="job")
     progress: str = _f(
         "auto",
         "auto (a bar on a terminal, else a line per interval), bar, lines or none.",
@@ -168,6 +219,10 @@ class JobSpec:
             (
                 not (self.raw and (self.chat or self.system is not None)),
                 "--raw and --chat (or --system) exclude each other",
+            ),
+            (
+                not (self.extend and self.limit is not None),
+                "--extend and --limit exclude each other: new files come after the limit",
             ),
             (self.block_size >= 1, f"--block-size must be at least 1, not {self.block_size}"),
             (self.limit is None or self.limit >= 0, f"--limit must be at least 0, not {self.limit}"),
@@ -189,8 +244,15 @@ class JobSpec:
             ),
             (0 <= self.max_error_rate <= 1, f"--max-error-rate must be between 0 and 1, not {self.max_error_rate}"),
             (self.flush_interval > 0, f"--flush-interval must be above 0, not {self.flush_interval}"),
-            (self.drain_timeout >= 0, f"--drain-timeout must be at least 0, not {self.drain_timeout}"),
+            (
+                self.drain_timeout is None or self.drain_timeout >= 0,
+                f"--drain-timeout must be at least 0, not {self.drain_timeout}",
+            ),
+            (self.save_partial >= 0, f"--save-partial must be at least 0, not {self.save_partial}"),
+            (self.full_disk_timeout >= 0, f"--full-disk-timeout must be at least 0, not {self.full_disk_timeout}"),
             (self.max_row_bytes >= 1, f"--max-row-bytes must be at least 1, not {self.max_row_bytes}"),
+            (self.stall_timeout >= 0, f"--stall-timeout must be at least 0, not {self.stall_timeout}"),
+            (self.load_timeout >= 0, f"--load-timeout must be at least 0, not {self.load_timeout}"),
         )
         for good, message in checks:
             if not good:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from batchjob.errors import InputDataError, StoppedEarlyError
+from batchjob.errors import EngineError, InputDataError, StoppedEarlyError
 from batchjob.progress import duration
+from batchjob.slurm import Requeue
 
 if TYPE_CHECKING:
     from batchjob.store.status import Status
@@ -26,6 +27,10 @@ class RunResult:
     rows_total: int = 0
     rows_done: int = 0  # ended well or as an error, those found done at start included
     rows_reused: int = 0  # found done at start
+    rows_saved: int = 0  # samples that were cut off and kept what they had made
+    rows_continued: int = 0  # samples that went on behind what an earlier run had made
+    chunks_stolen: int = 0  # taken over from other shards
+    rows_wasted: int = 0  # output rows of this process that another one had committed first
     num_ok: int = 0
     num_failed: int = 0
     errors: dict[str, int] = field(default_factory=dict)  # error_type -> output rows
@@ -34,11 +39,14 @@ class RunResult:
     seconds: float = 0.0
     max_error_rate: float = 0.01
     stopped_by: str | None = None  # what ended it early: everything is safe, run it again
+    requeue: Requeue = field(default_factory=Requeue)  # what came of it, in SLURM
     job_complete: bool = False  # all shards, not only this one
     warnings: list[str] = field(default_factory=list)
 
     @property
     def exit_code(self) -> int:
+        if self.requeue.gave_up:
+            return EngineError.exit_code
         if self.stopped_by is not None:
             return StoppedEarlyError.exit_code
         return InputDataError.exit_code if self.too_many_errors or self.input_damaged else 0
@@ -81,6 +89,16 @@ class RunResult:
                 f"  tokens      {self.prompt_tokens:,} in, {self.output_tokens:,} out in {duration(self.seconds)} "
                 f"({self.output_tokens / self.seconds:,.1f} output tok/s)"
             )
+        if self.requeue.message:
+            lines.append(f"  slurm       {self.requeue.message}")
+        if self.rows_continued:
+            lines.append(f"  continued   {self.rows_continued:,} rows that an earlier run had begun")
+        if self.rows_saved:
+            lines.append(f"  begun       {self.rows_saved:,} unfinished rows; the next run goes on behind their tokens")
+        if self.chunks_stolen:
+            lines.append(f"  stolen      {self.chunks_stolen:,} chunks of other shards")
+        if self.rows_wasted:
+            lines.append(f"  twice       {self.rows_wasted:,} rows that another process computed too; kept once")
         for warning in self.warnings:
             lines.append(f"  warning     {warning}")
         lines.append(f"  output      {self.output}/data")

@@ -8,13 +8,12 @@ INPUT=${2:?no INPUT_DIRECTORY given}
 RESULTS=${3:?no RESULTS_DIRECTORY given}
 DATE=${4:-$(date +%F)}
 OUTPUT=$RESULTS/$DATE.out
-HERE=$(dirname "${BASH_SOURCE[0]}")
-mkdir -p logs "$RESULTS"
+mkdir -p "$RESULTS"
 
 # Before any node is asked for: is the input readable, are the columns there, do the prompts fit?
 # It also fetches the model into the cache that the tasks then use offline.
 batchjob validate "$JOB" --input "$INPUT/$DATE" --output "$OUTPUT"
 
-ARRAY=$(sbatch --parsable "$HERE/array.sbatch" "$JOB" "$OUTPUT" --input "$INPUT/$DATE")
-# afterany, not afterok: one failed task would make afterok wait for ever. The merge checks for missing rows itself.
-sbatch --parsable --dependency="afterany:${ARRAY%%;*}" "$HERE/merge.sbatch" "$OUTPUT" "$RESULTS/$DATE.parquet"
+# Add --partition, --sbatch=--gpus=1 and the like for your site.
+batchjob slurm "$JOB" --input "$INPUT/$DATE" --output "$OUTPUT" --array 16 --max-running 8 --time 04:00:00 \
+  --merge "$RESULTS/$DATE.parquet" --directory "$RESULTS/$DATE.slurm" --submit

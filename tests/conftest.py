@@ -155,3 +155,33 @@ def run_cli() -> Callable[..., subprocess.CompletedProcess[str]]:
         return done
 
     return run
+
+
+_FAULTY_WORKER = """
+from batchjob.engine import fake
+init, faults = fake.FakeRunner.__init__, {faults!r}
+fake.FakeRunner.__init__ = lambda self, *args, **more: init(self, *args, **{{**more, **faults}})
+{patch}
+from batchjob.worker import main
+main()
+"""
+_FAULTY_PROGRAM = """
+import sys
+from batchjob.supervisor import process
+process.WORKER = (sys.executable, "-c", {worker!r})
+from batchjob.cli import main
+main()
+"""
+
+
+@pytest.fixture(scope="session")
+def faulty_program() -> Callable[..., list[str]]:
+    """`faulty_program(poison_token=7, patch="...")`: the start of a command line of the real program, supervisor and
+    all, whose workers have a `FakeRunner` with these faults. `patch` is Python that each worker runs before it starts.
+    """
+
+    def program(*, patch: str = "", **faults: Any) -> list[str]:
+        worker = _FAULTY_WORKER.format(faults=faults, patch=patch)
+        return [sys.executable, "-c", _FAULTY_PROGRAM.format(worker=worker)]
+
+    return program

@@ -1,7 +1,8 @@
 """The import arrows. A room that starts to import what it must not know fails here, with the line named.
 
-    cli -> job -> {engine, store, io, prompts, feeder, models, progress} -> core -> {records, sampling, spec, errors}
-    batchjob_kernels -> torch
+cli -> supervisor, worker -> job
+cli -> job -> {engine, store, io, prompts, feeder, models, progress} -> core -> {records, sampling, spec, errors}
+batchjob_kernels -> torch
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PLAIN = {"errors", "sampling", "spec", "records", "plan"}
 ROOMS = {"core", "engine", "store", "io", "prompts", "tokenizer", "feeder", "models"}
-JOB = {"job", "prepare", "loop", "validate", "signals", "progress", "summary"}  # the files that `job` is made of
+# The files that `job` is made of.
+JOB = {
+    "backlog", "console", "extend", "job", "loop", "preflight", "prepare", "progress", "redact", "sharding",
+    "signals", "slurm", "stealing", "stopping", "summary", "timelimit", "validate", "watch",
+}  # fmt: skip
 
 # Room -> rooms it may import (itself included without saying so). `job` and `cli` know everybody below them.
 ARROWS: dict[str, set[str]] = {
@@ -40,8 +45,11 @@ ARROWS: dict[str, set[str]] = {
     "prompts": PLAIN | {"tokenizer"},
     "feeder": PLAIN | {"io", "prompts", "tokenizer"},
     **dict.fromkeys(JOB, PLAIN | ROOMS | JOB),
-    "cli": PLAIN | ROOMS | JOB | {"bench"},
+    "cli": PLAIN | ROOMS | JOB | {"bench", "supervisor"},
     "bench": PLAIN | ROOMS | JOB,
+    "supervisor": PLAIN | {"signals", "timelimit", "stopping", "slurm", "watch"},
+    "worker": PLAIN | JOB | {"supervisor", "orphan"},
+    "orphan": set(),
 }
 
 # Third-party package -> who may import it. Files are given as paths under batchjob/ without the ending.
@@ -193,11 +201,20 @@ def test_the_core_runs_on_the_standard_library_alone() -> None:
     run_python(BLOCKER.format(blocked=blocked) + "".join(f"import {name}\n" for name in names))
 
 
-@pytest.mark.parametrize("room", ["store", "io", "models", "prompts", "feeder", "job", "cli", "summary", "progress"])
+@pytest.mark.parametrize(
+    "room", ["store", "io", "models", "prompts", "feeder", "job", "cli", "summary", "progress", "worker"]
+)
 def test_a_room_loads_without_torch(room: str) -> None:
     run_python(
         BLOCKER.format(blocked={"torch", "transformers"}) + "".join(f"import {name}\n" for name in modules_of(room))
     )
+
+
+def test_the_supervisor_is_thin() -> None:
+    """It lives as long as the job and shares the machine with it."""
+    blocked = {"torch", "transformers", "pyarrow", "numpy", "tqdm", "jinja2", "tokenizers", "huggingface_hub"}
+    names = modules_of("supervisor")
+    run_python(BLOCKER.format(blocked=blocked) + "".join(f"import {name}\n" for name in names))
 
 
 def test_the_engine_and_its_fake_runner_load_without_torch() -> None:

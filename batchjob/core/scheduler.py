@@ -79,10 +79,12 @@ class Scheduler:
         if num_tokens >= limit:
             message = f"the prompt has {num_tokens} tokens; max_model_len is {limit}, output included"
             return RowError("prompt_too_long", message)
-        num_blocks, pool = self._num_blocks(num_tokens), self.pool
+        num_made, pool = len(request.output_token_ids), self.pool
+        num_blocks = self._num_blocks(num_tokens + num_made)
         if num_blocks > pool.num_blocks:
+            what = "the prompt and output" if num_made else "the prompt"
             message = (
-                f"the prompt of {num_tokens} tokens needs {num_blocks} KV blocks of {pool.block_size} tokens; "
+                f"{what} of {num_tokens + num_made} tokens needs {num_blocks} KV blocks of {pool.block_size} tokens; "
                 f"the whole cache has {pool.num_blocks} ({pool.num_blocks * pool.block_size} tokens)"
             )
             return RowError("kv_cache_too_small", message)
@@ -134,6 +136,13 @@ class Scheduler:
         """Takes a running sequence out, wherever it stands. Not between `schedule` and the `commit` of its plan."""
         self._release(seq)
         seq.state = SequenceState.FINISHED
+
+    def drop_running(self) -> list[Sequence]:
+        """Takes out and returns everything that runs."""
+        dropped = list(self._running)
+        for seq in dropped:
+            self.finish(seq)
+        return dropped
 
     def drop_waiting(self) -> list[Sequence]:
         """Takes out and returns everything that does not run: rows never started and preempted ones."""

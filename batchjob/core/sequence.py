@@ -38,8 +38,8 @@ class Sequence:
     chain: Chain | None = field(init=False, repr=False, default=None)  # only where blocks may be found again
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.request.token_ids)
-        self.num_prompt_tokens = len(self.tokens)
+        self.tokens = [*self.request.token_ids, *self.request.output_token_ids]
+        self.num_prompt_tokens = len(self.request.token_ids)
 
     @property
     def num_output_tokens(self) -> int:

@@ -26,6 +26,11 @@ class EngineConfig:
     device: str = "cpu"  # "cpu" | "cuda" | "cuda:N"
     eos_token_ids: tuple[int, ...] = ()  # end tokens of generation_config, config and tokenizer together
     num_threads: int | None = None  # of the CPU; None leaves torch's choice
+    halvings: int = 0  # how often the limits, given or found, are halved: memory ran out with them before
+
+    def halved(self, number: int, *, floor: int = 1) -> int:
+        """A limit after the halvings, but not below `floor` if it was above."""
+        return max(min(number, floor), number >> self.halvings)
 
 
 @dataclass(frozen=True, slots=True)

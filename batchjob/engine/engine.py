@@ -6,7 +6,8 @@ Knows nothing of tensors, files or devices. One step is: schedule, execute, comm
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from batchjob.core.blocks import BlockPool
 from batchjob.core.plan import StepPlan
@@ -45,9 +46,18 @@ class Engine:
     tokens alone, cut at the stop string.
     """
 
-    def __init__(self, runner: Runner, detokenizer: Detokenizer, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        detokenizer: Detokenizer,
+        config: EngineConfig,
+        *,
+        before_step: Callable[[StepPlan], None] | None = None,
+    ) -> None:
+        """`before_step` is called with every plan before it runs: with a crash in mind, the last moment to note it."""
         self.capacity = capacity = runner.capacity()
         self._runner = runner
+        self._before_step = before_step
         self._detokenizer = detokenizer
         self._scheduler = Scheduler(
             BlockPool(capacity.num_blocks, capacity.block_size),
@@ -91,11 +101,23 @@ class Engine:
         return self._scheduler.num_running > 0 or self._scheduler.num_waiting > 0
 
     def drop_waiting(self) -> list[Request]:
-        """Takes out whatever does not run now, preempted rows included, and returns it. Running rows go on."""
-        dropped = self._scheduler.drop_waiting()
+        """Takes out whatever does not run now, preempted rows included, and returns it. Running rows go on.
+
+        A request that has made tokens comes back with them, so that it goes on behind them when it is added again.
+        """
+        return self._dropped(self._scheduler.drop_waiting())
+
+    def drop_running(self) -> list[Request]:
+        """The same for the rows that run now."""
+        return self._dropped(self._scheduler.drop_running())
+
+    def _dropped(self, dropped: list[Sequence]) -> list[Request]:
         for seq in dropped:
             self._stop_strings.pop(seq, None)
-        return [seq.request for seq in dropped]
+        return [
+            replace(seq.request, output_token_ids=tuple(seq.output_token_ids)) if seq.num_output_tokens else seq.request
+            for seq in dropped
+        ]
 
     # -- steps
 
@@ -122,6 +144,8 @@ class Engine:
         return done
 
     def _execute(self, plan: StepPlan) -> list[int]:
+        if self._before_step is not None:
+            self._before_step(plan)
         started = time.perf_counter()
         try:
             tokens = self._runner.execute(plan).tokens()
@@ -179,7 +203,10 @@ class Engine:
     def _strings(self, seq: Sequence) -> StopStrings:
         strings = self._stop_strings.get(seq)
         if strings is None:
-            strings = self._stop_strings[seq] = StopStrings(self._detokenizer.decode, seq.request.params)
+            params = seq.request.params
+            strings = self._stop_strings[seq] = StopStrings(self._detokenizer.decode, params)
+            for count, token in enumerate(seq.request.output_token_ids, 1):  # made before, and not ended by any
+                strings.push(token, armed=count >= params.min_tokens)
         return strings
 
     def _fail(self, seq: Sequence, error: RowError) -> Completion:

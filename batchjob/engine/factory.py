@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
+from batchjob.core.plan import StepPlan
 from batchjob.engine.config import Detokenizer, EngineConfig, Runner
 from batchjob.engine.engine import Engine
 from batchjob.engine.fake import FakeRunner, fake_capacity
@@ -18,8 +20,16 @@ class ModelSource(Protocol):
     def path(self) -> object: ...
 
 
-def create_engine(spec: JobSpec, model: ModelSource | None, config: EngineConfig, detokenizer: Detokenizer) -> Engine:
-    """Loads the model and returns an engine ready for requests. The fake engine needs no model.
+def create_engine(
+    spec: JobSpec,
+    model: ModelSource | None,
+    config: EngineConfig,
+    detokenizer: Detokenizer,
+    *,
+    before_step: Callable[[StepPlan], None] | None = None,
+) -> Engine:
+    """Loads the model and returns an engine ready for requests. The fake engine needs no model. `before_step`: see
+    `Engine`.
 
     Raises EngineError, or UnsupportedModelError where the model needs something that the engine does not do.
     """
@@ -32,4 +42,4 @@ def create_engine(spec: JobSpec, model: ModelSource | None, config: EngineConfig
 
         assert model is not None
         runner = TorchRunner(str(model.path), config)
-    return Engine(runner, detokenizer, config)
+    return Engine(runner, detokenizer, config, before_step=before_step)

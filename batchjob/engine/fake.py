@@ -32,11 +32,12 @@ def fake_capacity(config: EngineConfig) -> Capacity:
         num_blocks = max(16_384, -(-config.max_model_len // block_size))
     else:
         num_blocks = max(1, config.kv_cache_bytes // (_KV_BYTES_PER_TOKEN * block_size))
+    num_blocks = config.halved(num_blocks, floor=-(-config.max_model_len // block_size))
     return Capacity(
         num_blocks=num_blocks,
         block_size=block_size,
-        max_num_seqs=config.max_num_seqs or 256,
-        max_num_batched_tokens=config.max_num_batched_tokens or 8192,
+        max_num_seqs=config.halved(config.max_num_seqs or 256),
+        max_num_batched_tokens=config.halved(config.max_num_batched_tokens or 8192),
         vocab_size=VOCAB_SIZE,
         description=f"fake, no model, {num_blocks * block_size} tokens of KV",
     )

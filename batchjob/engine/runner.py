@@ -64,14 +64,16 @@ class TorchRunner:
 
     def _allocate(self, config: EngineConfig, dtype: torch.dtype) -> tuple[Capacity, KVCache]:
         kind = self._device.type
-        max_num_seqs = config.max_num_seqs or _DEFAULT_MAX_NUM_SEQS[kind]
+        max_num_seqs = config.halved(config.max_num_seqs or _DEFAULT_MAX_NUM_SEQS[kind])
+        blocks_of_longest = -(-config.max_model_len // config.block_size)
         block_bytes = bytes_per_block(self._model.shapes, block_size=config.block_size, dtype=dtype)
         num_blocks = choose_num_blocks(
             block_bytes,
             kv_cache_bytes=config.kv_cache_bytes,
-            max_useful_blocks=max_num_seqs * -(-config.max_model_len // config.block_size),
+            max_useful_blocks=max_num_seqs * blocks_of_longest,
             device=self._device,
         )
+        num_blocks = config.halved(num_blocks, floor=blocks_of_longest)  # a row that fitted still fits
         max_num_seqs = min(max_num_seqs, num_blocks)
         cache = KVCache(
             self._model.shapes, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype, device=self._device
@@ -84,7 +86,14 @@ class TorchRunner:
             description += f", {torch.get_num_threads()} threads"
         tokens = config.max_num_batched_tokens or max(_DEFAULT_MAX_NUM_BATCHED_TOKENS[kind], max_num_seqs)
         return (
-            Capacity(num_blocks, config.block_size, max_num_seqs, tokens, self._model.vocab_size, description),
+            Capacity(
+                num_blocks,
+                config.block_size,
+                max_num_seqs,
+                config.halved(tokens),
+                self._model.vocab_size,
+                description,
+            ),
             cache,
         )
 

@@ -2,7 +2,8 @@
 
 Rules: a row is one JSON object in UTF-8. NaN and Infinity are not JSON. Of a key given twice the last value counts.
 Half of a surrogate pair, as an escape in any key or string, makes the row a row error (`invalid_encoding`); its
-carried values have U+FFFD in that place. An absent key and null are the same: null in the output.
+carried values have U+FFFD in that place. Lists and objects nest at most 256 deep. An absent key and null are the same:
+null in the output.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from batchjob.records import RowError
 
 MAX_COLUMNS = 4096
+MAX_DEPTH = 256  # of lists and objects: far from where Python's own reader gives up, which depends on its caller
 
 _INT, _BIG_INT, _FLOAT, _BOOL, _STRING, _OTHER = 1, 2, 4, 8, 16, 32
 _KINDS = {_INT: "int64", _FLOAT: "double", _BOOL: "bool", _STRING: "string", 0: "string"}
@@ -49,7 +51,9 @@ def parse_row(raw: bytes) -> tuple[dict[str, Any] | None, RowError | None]:
     except ValueError as error:  # a constant, or an integer of more digits than Python reads
         return None, RowError("invalid_json", f"not readable as JSON: {error}")
     except RecursionError:
-        return None, RowError("invalid_json", "the JSON is nested too deeply")
+        return None, _TOO_DEEP
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _is_too_deep(row):
+        return None, _TOO_DEEP
     if row.__class__ is not dict:
         kind = "a list" if isinstance(row, list) else f"a bare {type(row).__name__}"
         return None, RowError("invalid_json", f"the line is {kind}, not a JSON object")
@@ -60,6 +64,19 @@ def parse_row(raw: bytes) -> tuple[dict[str, Any] | None, RowError | None]:
             name = _HALF_PAIR.sub("\ufffd", where)
             return mended, RowError("invalid_encoding", f"column {name!r} holds half of a surrogate pair")
     return row, None
+
+
+_TOO_DEEP = RowError("invalid_json", f"the JSON is nested more than {MAX_DEPTH} deep")
+
+
+def _is_too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        nested = [item for item in level if isinstance(item, dict | list)]
+        if not nested:
+            return False
+        level = [inner for item in nested for inner in (item.values() if isinstance(item, dict) else item)]
+    return True
 
 
 def _mend(value: Any) -> Any:
@@ -104,6 +121,10 @@ class ColumnTypes:
     def kinds(self) -> dict[str, str]:
         """Column name to kind, in order of first appearance. A column of nulls alone is a "string"."""
         return {key: _KINDS.get(bits, "json") for key, bits in self._seen.items()}
+
+    def only_null(self) -> frozenset[str]:
+        """The columns in which no row has a value."""
+        return frozenset(key for key, bits in self._seen.items() if not bits)
 
 
 def raw_values(text: str, wanted: Iterable[str]) -> dict[str, str]:

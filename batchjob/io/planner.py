@@ -34,6 +34,7 @@ class PlanResult:
     warnings: tuple[str, ...] = ()
     num_bad_rows: int = 0
     first_bad_row: str = ""
+    null_columns: frozenset[str] = frozenset()  # JSONL columns without one value, whatever their kind says
 
 
 @dataclass(slots=True)
@@ -47,6 +48,7 @@ class _Scan:
     warnings: list[str]
     num_bad_rows: int = 0
     first_bad_row: str = ""
+    null_columns: frozenset[str] = frozenset()
 
 
 def chunk_size(num_rows: int, *, num_workers: int, samples: int) -> int:
@@ -85,6 +87,13 @@ def make_plan(spec: JobSpec, *, num_workers_hint: int = 1) -> PlanResult:
     --keep-columns, not one readable row).
     """
     found, warnings = find_inputs(spec.input)
+    return plan_files(spec, found, num_workers_hint=num_workers_hint, warnings=warnings)
+
+
+def plan_files(
+    spec: JobSpec, found: Sequence[FoundFile], *, num_workers_hint: int = 1, warnings: Sequence[str] = ()
+) -> PlanResult:
+    """`make_plan` for files that have been found already, all of one format."""
     samples = spec.n or 1
     if found[0].format == "parquet":
         scan = _scan_parquet(found, spec.limit)
@@ -109,6 +118,7 @@ def make_plan(spec: JobSpec, *, num_workers_hint: int = 1) -> PlanResult:
         warnings=(*warnings, *scan.warnings),
         num_bad_rows=scan.num_bad_rows,
         first_bad_row=scan.first_bad_row,
+        null_columns=scan.null_columns,
     )
 
 
@@ -239,6 +249,7 @@ def _scan_jsonl(found: Sequence[FoundFile], limit: int | None, index: _Index, ma
             "batchjob reads JSON Lines: one object per line"
         )
     scan.columns = types.kinds()
+    scan.null_columns = types.only_null()
     scan.schema = pa.schema([pa.field(name, _ARROW[kind]) for name, kind in scan.columns.items()])
     return scan
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchjob.errors import InputMissingError
+from batchjob.errors import InputDataError, InputMissingError
 from batchjob.io import jsonl, parquet
 from batchjob.io.inputs import check_unchanged
 from batchjob.io.positions import BatchPosition, Line, LinePosition
@@ -20,6 +20,7 @@ from batchjob.plan import Chunk, InputFile, Plan, Segment
 from batchjob.records import Record, RowError
 
 MAX_ROW_BYTES = 64 << 20
+_MAX_CARRIED_BYTES = 4 << 30  # of one chunk, decoded
 _MAX_POSITIONS = 4
 _CARRIED_ROWS = 2_000
 
@@ -223,7 +224,17 @@ class InputReader:
             raise _changed(file)
 
     def _parquet_carried(self, file: InputFile, segment: Segment) -> pa.Table:
-        batches = list(self._batches(file, segment, self._schema.names))
+        batches = []
+        size = 0
+        for batch in self._batches(file, segment, self._schema.names):
+            batches.append(batch)
+            size += batch.nbytes
+            if size > _MAX_CARRIED_BYTES:
+                raise InputDataError(
+                    f"{file.path}: the kept columns of {segment.num_rows:,} rows take more than "
+                    f"{_MAX_CARRIED_BYTES >> 20:,} MiB; leave large ones out with --keep-columns, or use a smaller "
+                    "--chunk-rows"
+                )
         count = sum(batch.num_rows for batch in batches)
         columns = []
         for field in self._schema:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import zlib
 from collections.abc import Iterator
 from typing import Protocol
@@ -12,11 +13,14 @@ from batchjob.records import RowError
 
 BLOCK = 1 << 20
 _BOM = b"\xef\xbb\xbf"
+# Text of any use is not packed more tightly than this; a bomb is. It only ever ends a file that is this large unpacked.
+_MAX_EXPANSION = 500
+_EXPANSION_FLOOR = 1 << 30  # bytes
 _ZSTD_FEED = 1024  # compressed bytes per call: even the densest input then expands to at most 32 MiB
 
 
 class DamagedError(Exception):
-    """The compressed data ends early or does not decompress; what came before it is good."""
+    """The compressed data ends early, does not decompress, or never ends; what came before it is good."""
 
 
 class ByteSource(Protocol):
@@ -83,13 +87,34 @@ class _Zstd:
         self._file.close()
 
 
+class _Bounded:
+    """Ends a compressed file that expands without measure, always at the same byte."""
+
+    def __init__(self, source: ByteSource, path: str) -> None:
+        self._source = source
+        self._left = max(_EXPANSION_FLOOR, _MAX_EXPANSION * os.path.getsize(path))
+        self._is_over = False
+
+    def read(self, size: int, /) -> bytes:
+        data = b"" if self._is_over else self._source.read(size)
+        self._is_over = self._is_over or len(data) > self._left
+        data = data[: self._left]
+        if self._is_over and not data:  # what is good is handed out first
+            raise DamagedError(f"it expands more than {_MAX_EXPANSION}-fold; unpack it yourself if that is right")
+        self._left -= len(data)
+        return data
+
+    def close(self) -> None:
+        self._source.close()
+
+
 def open_bytes(path: str, compression: str, offset: int = 0) -> ByteSource:
     """The decompressed bytes of a file from `offset` on. A plain file seeks; a compressed one reads and discards."""
     if not compression:
         file = open(path, "rb", buffering=0)  # noqa: SIM115
         file.seek(offset)
         return file
-    source: ByteSource = _Gzip(path) if compression == "gz" else _Zstd(path)
+    source: ByteSource = _Bounded(_Gzip(path) if compression == "gz" else _Zstd(path), path)
     left = offset
     while left > 0:
         data = source.read(min(left, BLOCK))

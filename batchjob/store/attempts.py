@@ -36,11 +36,16 @@ def process_identity() -> dict[str, Any]:
     }
 
 
-def attempt_record(info: Mapping[str, Any]) -> bytes:
+def now_text() -> str:
+    """The time for a reader; nothing is decided by it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def attempt_record(info: Mapping[str, Any], started: str | None = None) -> bytes:
     """The content of an attempt's file: identity, start time, and what the job notes about itself."""
     record = {
         **process_identity(),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "started": started or now_text(),
         **info,
     }
     return json.dumps(record, indent=1, default=str).encode() + b"\n"
@@ -50,7 +55,7 @@ def read_attempt(fs: FsOps, path: Path) -> dict[str, Any] | None:
     """An attempt's record; None if there is none that can be read."""
     try:
         record = json.loads(fs.read_file(path))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 

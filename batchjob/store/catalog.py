@@ -12,6 +12,7 @@ from batchjob.store.counts import Counts
 from batchjob.store.fsops import storage_errors
 from batchjob.store.layout import chunk_of_part
 from batchjob.store.parts import BadPartError, PartInfo
+from batchjob.store.reread import reread
 
 _FOOTER_THREADS = 8
 _SILLY_RENAME = ".nfs"  # what NFS makes of a removed file that is still open somewhere
@@ -27,6 +28,7 @@ class Catalog:
         self.totals = Counts()  # over the parts in `committed`
         self.committed: set[int] = set()
         self._by_index = {chunk.index: chunk for chunk in self.chunks}
+        self._num_extensions = plan.num_extensions
         self._context = context
         self._warnings = warnings
         self._repair = repair
@@ -48,7 +50,7 @@ class Catalog:
         """The parts in data/ by name alone: chunk index and name. Raises StorageError."""
         data = self._context.layout.data
         with storage_errors("listing", data):
-            names = self._context.fs.listdir(data)
+            names = reread(lambda: self._context.fs.listdir(data))
         found: dict[int, str] = {}
         for name in names:
             index = chunk_of_part(name)
@@ -56,8 +58,17 @@ class Catalog:
                 found[index] = name
             elif name not in self._met and not name.startswith(_SILLY_RENAME):
                 self._met.add(name)
-                self._warnings.append(f"{data / name} is no part of this job and may confuse readers. Move it away.")
+                if index is None or index < len(self.chunks) or not self._is_outdated():
+                    self._warnings.append(
+                        f"{data / name} is no part of this job and may confuse readers. Move it away."
+                    )
         return found
+
+    def _is_outdated(self) -> bool:
+        """Whether another process has extended the job since its plan was read here."""
+        newer = self._context.layout.extension(self._num_extensions + 1)
+        with storage_errors("looking for", newer):
+            return self._context.fs.exists(newer)
 
     def scan(self) -> set[int]:
         """The chunks that have a valid part. Raises StorageError."""
@@ -102,7 +113,7 @@ class Catalog:
         try:
             with storage_errors("reading", path):
                 try:
-                    return self._context.read_part(self._by_index[index])
+                    return reread(lambda: self._context.read_part(self._by_index[index]))
                 except FileNotFoundError:
                     return None
         except BadPartError as error:

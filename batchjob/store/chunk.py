@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -12,14 +15,17 @@ import pyarrow as pa
 from batchjob.errors import InputMissingError
 from batchjob.plan import Chunk
 from batchjob.records import Completion
+from batchjob.store.checks import is_storable
 from batchjob.store.commit import Committed, commit_chunk, settle, winner_of
 from batchjob.store.context import StoreContext
 from batchjob.store.counts import Counts
 from batchjob.store.fsops import storage_error, storage_errors
+from batchjob.store.reread import reread
 from batchjob.store.rows import MAX_SAMPLES, FinishedRows
-from batchjob.store.wal import ChunkLog, LogScan, encode_record, frame, parse_payloads
+from batchjob.store.wal import ChunkLog, LogScan, encode_partial, encode_record, frame, parse_payloads
 
 _PARSE_ROWS = 2_000
+_MAX_INT32 = (1 << 31) - 1
 
 
 class OpenChunk:
@@ -43,9 +49,10 @@ class OpenChunk:
         self._on_commit = on_commit
         self._with_token_ids = context.manifest.output_token_ids
         self._wal = context.layout.chunk_wal(chunk.index)
-        self._log = ChunkLog(self._fs, self._wal, context.attempt)
+        self._log = ChunkLog(self._fs, self._wal, context.attempt, before_open=context.check_place)
         self._log_number = -1  # of that log in `finished.logs`
         self.finished = FinishedRows(self._fs, chunk, context.manifest.num_samples, context.memory)
+        self._partials: dict[tuple[int, int], tuple[int, array[int]]] = {}  # sample -> prompt tokens, output tokens
         self._replay()
 
     # -- what is finished
@@ -86,6 +93,16 @@ class OpenChunk:
             None if error is None else error.type, completion.num_prompt_tokens, len(completion.token_ids)
         )
         return True
+
+    def save_partial(self, row_index: int, sample_index: int, num_prompt_tokens: int, token_ids: Sequence[int]) -> None:
+        """Keeps the output tokens of a sample that was stopped, for a later attempt. Raises StorageError."""
+        if (row_index, sample_index) not in self.finished:
+            self._append(frame(encode_partial(row_index, sample_index, num_prompt_tokens, token_ids)))
+
+    def partial(self, row_index: int, sample_index: int, num_prompt_tokens: int) -> tuple[int, ...]:
+        """The output tokens that a sample had made when it was stopped; none for a prompt of another length."""
+        known = self._partials.get((row_index, sample_index))
+        return tuple(known[1]) if known is not None and known[0] == num_prompt_tokens else ()
 
     def _append(self, record: bytes) -> int:
         log = self._log
@@ -139,31 +156,41 @@ class OpenChunk:
 
     def _replay(self) -> None:
         try:
-            names = sorted(self._fs.listdir(self._wal))
+            names = sorted(reread(lambda: self._fs.listdir(self._wal)))
         except FileNotFoundError:
             return
         for name in names:
             number = len(self.finished.logs)
+            self.finished.logs.append(self._wal / name)
             try:
-                with self._fs.open_read(self._wal / name) as file:
-                    self.finished.logs.append(self._wal / name)
-                    scan = LogScan(file)
-                    batch: list[tuple[int, bytes]] = []
-                    for item in scan:
-                        batch.append(item)
-                        if len(batch) == _PARSE_ROWS:
-                            self._take(batch, number)
-                            batch = []
-                    self._take(batch, number)
+                reread(partial(self._replay_log, self._wal / name, number))
             except FileNotFoundError:
                 continue  # committed by another process just now
-            self.num_bad += scan.num_bad
-            self.num_torn += scan.num_torn
         self.num_replayed = len(self.finished)
+
+    def _replay_log(self, path: Path, number: int) -> None:
+        num_bad = self.num_bad
+        with self._fs.open_read(path) as file:
+            scan = LogScan(file)
+            batch: list[tuple[int, bytes]] = []
+            try:
+                for item in scan:
+                    batch.append(item)
+                    if len(batch) == _PARSE_ROWS:
+                        self._take(batch, number)
+                        batch = []
+                self._take(batch, number)
+            except OSError:
+                self.num_bad = num_bad  # it is read again, or not at all
+                raise
+        self.num_bad += scan.num_bad
+        self.num_torn += scan.num_torn
 
     def _take(self, batch: list[tuple[int, bytes]], number: int) -> None:
         """Keeps the records of a log; the first valid one of a sample wins."""
         for (offset, payload), record in zip(batch, parse_payloads([payload for _, payload in batch]), strict=True):
+            if record is not None and "partial" in record and self._take_partial(record):
+                continue
             if record is None or not self._is_valid(record):
                 self.num_bad += 1
                 continue
@@ -174,25 +201,47 @@ class OpenChunk:
             self.finished.put(row_index, sample_index, payload, number, offset)
             self.counts.add_row(error[0] if error else None, record["prompt_tokens"], record["output_tokens"])
 
+    def _take_partial(self, record: dict[str, Any]) -> bool:
+        """Keeps the longest output of a sample that was stopped. False if the record is not one of this chunk."""
+        try:
+            row, sample, num_prompt = values = record["row"], record["sample"], record["prompt_tokens"]
+        except KeyError:
+            return False
+        tokens = record["partial"]
+        if any(type(value) is not int or value < 0 for value in values) or not isinstance(tokens, list):
+            return False
+        if not self.finished.num_samples(row) or any(type(t) is not int or not 0 <= t < 1 << 31 for t in tokens):
+            return False
+        known = self._partials.get((row, sample))
+        if known is None or len(known[1]) < len(tokens):
+            self._partials[row, sample] = num_prompt, array("i", tokens)
+        return True
+
     def _is_valid(self, record: dict[str, Any]) -> bool:
         """Whether a record is one of this chunk, with everything that a part needs."""
         try:
             row, sample, n = numbers = record["row"], record["sample"], record["of"]
             counts = record["prompt_tokens"], record["output_tokens"]
-            texts = record["text"], record["finish"]
+            texts: tuple[Any, ...] = (record["text"], record["finish"])
         except KeyError:
             return False
         if any(type(number) is not int for number in (*numbers, *counts)):
             return False
+        if not all(0 <= count <= _MAX_INT32 for count in counts):
+            return False
         if any(not (text is None or isinstance(text, str)) for text in texts):
             return False
         error = record.get("error")
-        if error is not None and not (
-            isinstance(error, list) and len(error) == 2 and all(isinstance(text, str) for text in error)
-        ):
+        if error is not None:
+            if not (isinstance(error, list) and len(error) == 2 and all(isinstance(text, str) for text in error)):
+                return False
+            texts = (*texts, *error)
+        if not all(map(is_storable, texts)):
             return False
-        if self._with_token_ids and not isinstance(record.get("token_ids"), list):
-            return False
+        if self._with_token_ids:
+            token_ids = record.get("token_ids")
+            if not isinstance(token_ids, list) or not all(type(t) is int and 0 <= t <= _MAX_INT32 for t in token_ids):
+                return False
         in_chunk = self.finished.num_samples(row) > 0 and 0 <= sample < n < MAX_SAMPLES
         return in_chunk and self.finished.bound_to(row) in (None, n)
 
@@ -208,6 +257,7 @@ class OpenChunk:
         if not self.is_complete():
             raise ValueError(f"chunk {self.chunk.index} has {len(self.finished)} of {self.finished.num_expected} rows")
         try:
+            self._context.check_place()
             if self._has_part():
                 return self._end(self._lost())
             self.sync()

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from batchjob.errors import StorageError
 from batchjob.plan import Chunk
 from batchjob.store.attempts import is_alive, read_attempt
-from batchjob.store.fsops import FsOps
+from batchjob.store.fsops import FsOps, storage_errors
 from batchjob.store.layout import Layout
 from batchjob.store.manifest import Manifest
 from batchjob.store.parts import PartInfo, check_expected, read_info
 from batchjob.store.publish import publish
+from batchjob.store.reread import reread
 
 # Finished rows of open chunks that are kept in memory; past it a row is an offset in its log.
 DEFAULT_MEMORY_LIMIT = 32 * 2**20
@@ -49,9 +51,30 @@ class StoreContext:
     memory: MemoryBudget = field(default_factory=MemoryBudget)
     patience: float = 60.0  # seconds
     schema: pa.Schema = field(init=False)  # of every part
+    _places: list[int] = field(init=False, default_factory=list)  # inodes that the state directory has had
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schema", self.manifest.arrow_schema)
+        try:
+            self._places.append(self.fs.stat(self.layout.state).st_ino)
+        except OSError:
+            return  # `check_place` looks again before anything is written
+
+    def check_place(self) -> None:
+        """Raises StorageError unless the path still leads to the output that was opened. Whoever moved that away may
+        have begun another job under its name, and our rows must not get into it."""
+        with storage_errors("looking for", self.layout.state):
+            inode = self.fs.stat(self.layout.state).st_ino
+        if inode in self._places:
+            return
+        with storage_errors("reading", self.layout.manifest):
+            there = Manifest.from_bytes(self.fs.read_file(self.layout.manifest), source=str(self.layout.manifest))
+        if there.job_id != self.manifest.job_id:
+            raise StorageError(
+                f"{self.layout.root} was replaced by the output of another job during the run. Finished rows are where "
+                "the old directory is now: put it back and run the same command again."
+            )
+        self._places.append(inode)  # the same files, seen anew
 
     def read_part(self, chunk: Chunk) -> PartInfo:
         """The footer of a chunk's part, checked. Raises BadPartError, or OSError (FileNotFoundError: there is none)."""
@@ -69,7 +92,7 @@ class StoreContext:
         delay = 0.05
         while True:
             try:
-                return self.read_part(chunk)
+                return reread(lambda: self.read_part(chunk))
             except FileNotFoundError:
                 if time.monotonic() + delay > deadline:
                     raise

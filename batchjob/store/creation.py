@@ -7,17 +7,18 @@ them only, since a directory that is not empty cannot be replaced. The others dr
 from __future__ import annotations
 
 import errno
-import hashlib
+import os
 from contextlib import suppress
 from pathlib import Path
 
 from batchjob.errors import OutputCreateError, StorageError, UsageError
 from batchjob.plan import Plan
 from batchjob.store.attempts import attempt_record
+from batchjob.store.extension import load_plan
 from batchjob.store.fsops import FsOps, create_errors, storage_errors
 from batchjob.store.layout import Layout, chunk_of_part
 from batchjob.store.manifest import Manifest
-from batchjob.store.planfile import plan_from_bytes, plan_to_bytes
+from batchjob.store.planfile import checksum, plan_to_bytes
 from batchjob.store.publish import probe
 
 _UNFINISHED = ".batchjob.new-"
@@ -66,13 +67,23 @@ def load_output(fs: FsOps, output: Path) -> tuple[Manifest, Plan]:
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             raise UsageError(f"{output} is no output directory of batchjob: it has no .batchjob/job.json") from None
         raise
-    with storage_errors("reading", layout.plan):
-        data = fs.read_file(layout.plan)
-    if hashlib.sha256(data).hexdigest() != manifest.plan_digest:
-        raise StorageError(
-            f"{layout.plan} is damaged: its checksum is not the one in job.json. Restore it from a copy."
+    return manifest, load_plan(fs, layout, manifest.plan_digest)[0]
+
+
+def refuse_foreign_state(fs: FsOps, output: Path) -> None:
+    """Raises OutputCreateError for a state directory that another user made: in a directory that anybody may write to,
+    it says what they want. Root trusts whom it was sent to; BATCHJOB_TRUST_OUTPUT=1 trusts the owner."""
+    state = Layout(output).state
+    try:
+        owner = fs.stat(state).st_uid
+    except OSError:
+        return  # whoever reads it next says what is wrong
+    me = os.geteuid()
+    if owner not in (me, 0) and me != 0 and os.environ.get("BATCHJOB_TRUST_OUTPUT") != "1":
+        raise OutputCreateError(
+            f"{state} belongs to another user (uid {owner}), who decides what is in it. If you work on one job with "
+            "them, set BATCHJOB_TRUST_OUTPUT=1; otherwise choose another --output."
         )
-    return manifest, plan_from_bytes(data)
 
 
 def exists(fs: FsOps, output: Path) -> bool:
@@ -90,7 +101,7 @@ def _build(fs: FsOps, new: Layout, manifest: Manifest, plan: Plan, attempt: str)
     method = probe(fs, new.tmp, new.quarantine)
     plan_bytes = plan_to_bytes(plan)
     fs.write_file(new.plan, plan_bytes)
-    manifest = manifest.with_setup(link_method=method, plan_digest=hashlib.sha256(plan_bytes).hexdigest())
+    manifest = manifest.with_setup(link_method=method, plan_digest=checksum(plan_bytes))
     fs.write_file(new.manifest, manifest.to_bytes())
     for path in (*new.directories, new.state):
         fs.fsync_dir(path)

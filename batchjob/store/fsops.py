@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from batchjob.errors import OutputCreateError, StorageError
+from batchjob.errors import DiskFullError, FileServerError, OutputCreateError, StorageError
+from batchjob.store.reread import reread
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
@@ -32,7 +33,8 @@ class FsOps:
 
     def create(self, path: Path) -> int:
         """Creates a file for appending and returns its descriptor; FileExistsError if the name is taken."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        return os.open(path, flags, 0o666)
 
     def write(self, fd: int, data: bytes | memoryview) -> int:
         return os.write(fd, data)
@@ -94,7 +96,13 @@ class FsOps:
         return os.access(path, os.W_OK | os.X_OK)
 
     def open_read(self, path: Path) -> BinaryIO:
-        return open(path, "rb")
+        """Opens a regular file. A symbolic link is refused (ELOOP): what lies there is ours or nothing. So is a pipe or
+        a device (EINVAL), which one could wait on for ever."""
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        return os.fdopen(fd, "rb")
 
     # -- made of the above
 
@@ -120,8 +128,11 @@ class FsOps:
         self.fsync_dir(path.parent)
 
     def read_file(self, path: Path) -> bytes:
-        with self.open_read(path) as file:
-            return file.read()
+        def read() -> bytes:
+            with self.open_read(path) as file:
+                return file.read()
+
+        return reread(read)
 
     def exists(self, path: Path) -> bool:
         try:
@@ -228,9 +239,16 @@ def storage_error(error: OSError, action: str, path: Path) -> StorageError:
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         what = "the disk is full" if error.errno == errno.ENOSPC else "the disk quota is used up"
-        return StorageError(
+        return DiskFullError(
             f"{what}: {action} {path} failed ({reason}; {_free_space(path)}). Make room and run the same command "
             "again; finished rows are kept."
+        )
+    if error.errno == errno.ELOOP:
+        return StorageError(f"{action} {path} failed: it is a symbolic link, which batchjob does not follow there.")
+    if error.errno == errno.ESTALE:
+        return FileServerError(
+            f"{action} {path} failed ({reason}): the file server lost track of it. Run the same command again; "
+            "finished rows are kept."
         )
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return StorageError(f"{action} {path} failed ({reason}). Check the permissions and run the same command again.")
@@ -260,7 +278,7 @@ def create_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE):
             raise storage_error(error, "setting up", path) from error
         raise OutputCreateError(
             f"the output directory {path} cannot be set up ({error.strerror or error}"

@@ -15,8 +15,9 @@ class Layout:
 
     OUT/data/part-00000000.parquet    complete, immutable parts; nothing else, ever
     OUT/.batchjob/job.json            the manifest
-    OUT/.batchjob/plan/00000.arrow    the plan
-    OUT/.batchjob/wal/CHUNK/ATTEMPT.log, tmp/CHUNK.ATTEMPT, attempts/ATTEMPT.json, claims/, quarantine/, done.json
+    OUT/.batchjob/plan/00000.arrow    the plan; 00001.arrow and so on: what the job was extended by
+    OUT/.batchjob/wal/CHUNK/ATTEMPT.log, tmp/CHUNK.ATTEMPT, attempts/ATTEMPT.json, leases/, claims/,
+    quarantine/, done.json
 
     No name under `.batchjob` ends in `.parquet`: readers that look into subdirectories would take it for data.
     """
@@ -38,7 +39,11 @@ class Layout:
 
     @property
     def plan(self) -> Path:
-        return self.state / "plan" / "00000.arrow"
+        return self.extension(0)
+
+    def extension(self, number: int) -> Path:
+        """The plan of the files that the job was extended by for the `number`-th time; number 0 is the first plan."""
+        return self.state / "plan" / f"{number:05d}.arrow"
 
     @property
     def wal(self) -> Path:
@@ -51,6 +56,10 @@ class Layout:
     @property
     def attempts(self) -> Path:
         return self.state / "attempts"
+
+    @property
+    def leases(self) -> Path:
+        return self.state / "leases"
 
     @property
     def claims(self) -> Path:
@@ -67,7 +76,7 @@ class Layout:
     @property
     def directories(self) -> tuple[Path, ...]:
         """What creation makes inside the state directory."""
-        return (self.plan.parent, self.wal, self.tmp, self.attempts, self.claims, self.quarantine)
+        return (self.plan.parent, self.wal, self.tmp, self.attempts, self.leases, self.claims, self.quarantine)
 
     def part(self, chunk_index: int) -> Path:
         return self.data / f"part-{chunk_index:08d}.parquet"

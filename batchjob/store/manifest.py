@@ -7,7 +7,7 @@ import hashlib
 import json
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import pyarrow as pa
@@ -15,9 +15,11 @@ import pyarrow as pa
 from batchjob import __version__
 from batchjob.errors import ConfigMismatchError, StorageError
 from batchjob.plan import Plan
+from batchjob.store.checks import MAX_STATE_BYTES
 from batchjob.store.schema import output_schema
 
 FORMAT_VERSION = 1
+LINK_METHODS = ("", "link", "rename_noreplace", "claim")
 _ABSENT = "(not set)"
 _MAX_SHOWN = 200
 
@@ -106,6 +108,8 @@ class Manifest:
     def from_bytes(cls, data: bytes, *, source: str) -> Manifest:
         """Raises ConfigMismatchError for a newer format and StorageError for a damaged file."""
         try:
+            if len(data) > MAX_STATE_BYTES:
+                raise ValueError(f"it has {len(data):,} bytes")
             values = json.loads(data.decode("utf-8", "surrogatepass"))
             version = values["format_version"]
             if version > FORMAT_VERSION:
@@ -115,12 +119,28 @@ class Manifest:
                 )
             values.pop("columns", None)
             values["schema"] = base64.b64decode(values["schema"])
-            return cls(**values)
-        except (ValueError, KeyError, TypeError) as error:
+            manifest = cls(**values)
+            manifest._check()
+            return manifest
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
             raise StorageError(
                 f"{source} is damaged ({error}). Restore it from a copy; without it the parts in data/ can be read but "
                 "the job cannot go on."
             ) from error
+
+    def _check(self) -> None:
+        """Raises ValueError where a field is not of its type or out of range."""
+        kinds = {"spec": dict, "resolved": dict, "fingerprint": dict, "num_samples": int, "output_token_ids": bool}
+        for field in fields(self):
+            value, kind = getattr(self, field.name), kinds.get(field.name)
+            if kind is None:
+                kind = {"bytes": bytes, "int": int}.get(str(field.type), str)
+            if type(value) is not kind:
+                raise ValueError(f"{field.name} is no {kind.__name__}")
+        if self.num_samples < 1 or self.link_method not in LINK_METHODS:
+            raise ValueError("num_samples or link_method is none that batchjob writes")
+        if self.arrow_schema.names[:1] != ["row_index"]:
+            raise ValueError("its schema is not that of a part")
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,14 @@
-"""A `Plan` as an Arrow IPC file: one row per chunk; input files, columns and the schema in the metadata."""
+"""A `Plan` as an Arrow IPC file: one row per chunk; input files, columns and the schema in the metadata.
+
+An extension of a job is such a file too, with its new files and chunks only. job.json, which is never written again,
+cannot hold its checksum: it holds its own, over its content and the checksum of the plan file before it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pyarrow as pa
 
@@ -28,13 +33,18 @@ _CHUNKS = pa.schema(
 )
 
 
-def plan_to_bytes(plan: Plan) -> bytes:
-    """The file's content. Paths that are not UTF-8 survive: JSON escapes their bytes, Arrow strings would not."""
+def plan_to_bytes(plan: Plan, *, previous: str = "") -> bytes:
+    """The file's content. Paths that are not UTF-8 survive: JSON escapes their bytes, Arrow strings would not.
+
+    `previous` is the checksum of the plan file that this one extends.
+    """
     metadata = {
         b"files": json.dumps([asdict(file) for file in plan.files]).encode(),
         b"columns": json.dumps(list(plan.columns.items())).encode(),
         b"arrow_schema": plan.arrow_schema,
     }
+    if previous:
+        metadata[b"chain"] = _chain(plan, previous).encode()
     chunks = pa.Table.from_pylist(
         [
             {
@@ -53,12 +63,12 @@ def plan_to_bytes(plan: Plan) -> bytes:
     return bytes(sink.getvalue())
 
 
-def plan_from_bytes(data: bytes) -> Plan:
-    """Raises ValueError (pa.ArrowInvalid is one) or KeyError if the bytes are no plan."""
+def plan_from_bytes(data: bytes, *, previous: str = "") -> Plan:
+    """Raises ValueError (pa.ArrowInvalid is one) or KeyError if the bytes are no plan, or do not follow `previous`."""
     table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
     metadata = table.schema.metadata or {}
     columns = [table.column(name).to_pylist() for name in _CHUNKS.names]
-    return Plan(
+    plan = Plan(
         files=tuple(InputFile(**file) for file in json.loads(metadata[b"files"])),
         chunks=tuple(
             Chunk(index, row_index, num_rows, tuple(Segment(**segment) for segment in segments))
@@ -67,3 +77,31 @@ def plan_from_bytes(data: bytes) -> Plan:
         columns=dict(json.loads(metadata[b"columns"])),
         arrow_schema=metadata[b"arrow_schema"],
     )
+    if previous and metadata[b"chain"].decode() != _chain(plan, previous):
+        raise ValueError("it does not follow the plan before it")
+    return plan
+
+
+def checksum(data: bytes) -> str:
+    """Of a plan file, as job.json and the next plan file hold it."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def join_plans(plan: Plan, extension: Plan) -> Plan:
+    """A plan with the files and chunks of an extension behind its own. Raises ValueError unless these follow on."""
+    next_row = plan.chunks[-1].row_index + plan.chunks[-1].num_rows if plan.chunks else 0
+    for index, chunk in enumerate(extension.chunks, len(plan.chunks)):
+        if (chunk.index, chunk.row_index) != (index, next_row):
+            raise ValueError(f"its chunk {chunk.index} is not the one that follows row {next_row}")
+        next_row += chunk.num_rows
+    return replace(
+        plan,
+        files=plan.files + extension.files,
+        chunks=plan.chunks + extension.chunks,
+        num_extensions=plan.num_extensions + 1,
+    )
+
+
+def _chain(plan: Plan, previous: str) -> str:
+    content = [previous, [asdict(file) for file in plan.files], [asdict(chunk) for chunk in plan.chunks]]
+    return checksum(json.dumps(content).encode())

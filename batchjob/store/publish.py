@@ -144,30 +144,19 @@ class Claim:
     def __init__(self, fs: FsOps, claims: Path, name: str, attempt: str) -> None:
         self._fs = fs
         self._attempt = attempt
-        self._path = claims / name.removesuffix(".parquet")
+        self._path = claims / name.partition(".")[0]
         self._new = claims / f"{self._path.name}.{attempt}"
 
     def acquire(self, target: Path, *, is_dead: Callable[[str], bool], patience: float) -> bool:
         """False if `target` appears while waiting. Raises StorageError after `patience` seconds behind one holder."""
         fs = self._fs
-        fs.remove_tree(self._new)
-        fs.mkdir(self._new)
-        fs.write_file(self._new / self._attempt, b"")
+        self._stage()
         deadline = time.monotonic() + patience
-        while True:
-            try:
-                fs.rename(self._new, self._path)
-                return True
-            except OSError as error:
-                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                    raise
+        while not self._take():
             if fs.exists(target):
                 fs.remove_tree(self._new)
                 return False
-            holders = self._holders()
-            dead = [holder for holder in holders if holder == self._attempt or is_dead(holder)]
-            for holder in dead:
-                fs.unlink_if_there(self._path / holder)
+            holders, dead = self._evict(is_dead)
             if holders and not dead:
                 if time.monotonic() > deadline:
                     fs.remove_tree(self._new)
@@ -176,6 +165,39 @@ class Claim:
                         "other batchjob works on this output, delete that directory and run the same command again."
                     )
                 time.sleep(min(0.1, patience))
+        return True
+
+    def try_acquire(self, *, is_dead: Callable[[str], bool]) -> bool:
+        """Without waiting. False if it has a holder that is not known to be dead."""
+        self._stage()
+        while not self._take():
+            holders, dead = self._evict(is_dead)
+            if holders and not dead:
+                self._fs.remove_tree(self._new)
+                return False
+        return True
+
+    def _stage(self) -> None:
+        self._fs.remove_tree(self._new)
+        self._fs.mkdir(self._new)
+        self._fs.write_file(self._new / self._attempt, b"")
+
+    def _take(self) -> bool:
+        try:
+            self._fs.rename(self._new, self._path)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+            return False
+        return True
+
+    def _evict(self, is_dead: Callable[[str], bool]) -> tuple[list[str], list[str]]:
+        """Takes the claim from holders that are dead. Returns all holders there were, and those."""
+        holders = self._holders()
+        dead = [holder for holder in holders if holder == self._attempt or is_dead(holder)]
+        for holder in dead:
+            self._fs.unlink_if_there(self._path / holder)
+        return holders, dead
 
     def _holders(self) -> list[str]:
         try:
@@ -188,9 +210,9 @@ class Claim:
 
 
 def sweep_claims(fs: FsOps, claims: Path, published: set[str], *, is_dead: Callable[[str], bool]) -> None:
-    """Removes the claims that crashes left: those to names that are `published`, and those of dead attempts that were
-    never put into place."""
-    published = {name.removesuffix(".parquet") for name in published}
+    """Removes the claims that crashes left: those to what is `published` (names of parts and of claims on chunks), and
+    those of dead attempts that were never put into place."""
+    published = {name.partition(".")[0] for name in published}
     for name in fs.listdir(claims):
         wanted, _, attempt = name.partition(".")
         if wanted in published if not attempt else is_dead(attempt):

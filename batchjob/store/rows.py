@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from batchjob.errors import StorageError
 from batchjob.plan import Chunk
 from batchjob.store.context import MemoryBudget
 from batchjob.store.fsops import FsOps
+from batchjob.store.reread import reread
 from batchjob.store.wal import HEADER_LEN, parse_payloads, unframe
 
 Records = list[dict[str, Any]]  # log records of consecutive (row, sample) pairs, in order
@@ -145,17 +147,22 @@ class FinishedRows(Set[tuple[int, int]]):
                 log, offset, size = _unpack(entry)
                 outside.setdefault(log, []).append((offset, size, key))
         for log, places in outside.items():
-            with self._fs.open_read(self.logs[log]) as file:
-                for offset, size, key in sorted(places):
-                    file.seek(offset)
-                    payload = unframe(file.read(HEADER_LEN + size))
-                    if payload is None or len(payload) != size:
-                        raise StorageError(
-                            f"{self.logs[log]} has changed or is damaged at byte {offset}. Run the same command again: "
-                            "the row is computed anew."
-                        )
-                    found[key] = payload
+            found.update(reread(partial(self._read_places, self.logs[log], sorted(places))))
         return [(key, found[key]) for key in keys]
+
+    def _read_places(self, path: Path, places: list[tuple[int, int, int]]) -> dict[int, bytes]:
+        found: dict[int, bytes] = {}
+        with self._fs.open_read(path) as file:
+            for offset, size, key in places:
+                file.seek(offset)
+                payload = unframe(file.read(HEADER_LEN + size))
+                if payload is None or len(payload) != size:
+                    raise StorageError(
+                        f"{path} has changed or is damaged at byte {offset}. Run the same command again: the row is "
+                        "computed anew."
+                    )
+                found[key] = payload
+        return found
 
     def release(self) -> None:
         """Gives the memory budget back."""

@@ -13,20 +13,25 @@ import errno
 import json
 import os
 import re
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from batchjob.plan import Plan
-from batchjob.store.attempts import attempt_record, new_attempt_id
+from batchjob.store.attempts import attempt_record, new_attempt_id, now_text
 from batchjob.store.catalog import Catalog
 from batchjob.store.chunk import OpenChunk
+from batchjob.store.claims import ChunkClaims, claim_name
 from batchjob.store.commit import Committed, commit_chunk
 from batchjob.store.context import DEFAULT_MEMORY_LIMIT, MemoryBudget, StoreContext
 from batchjob.store.counts import Counts
-from batchjob.store.creation import create_output, exists, load_output, sweep_unfinished
+from batchjob.store.creation import create_output, exists, load_output, refuse_foreign_state, sweep_unfinished
+from batchjob.store.extension import publish_extension
 from batchjob.store.fsops import FsOps, create_errors, storage_error, storage_errors
 from batchjob.store.layout import Layout
+from batchjob.store.lease import Lease
 from batchjob.store.manifest import Manifest
 from batchjob.store.publish import sweep_claims
 
@@ -60,6 +65,9 @@ class Store:
         self._catalog = Catalog(self._context, plan, self.warnings)
         self._open: list[OpenChunk] = []
         self._started = False
+        self._begun = now_text()
+        self._noting = threading.Lock()
+        self.attempt_info: Mapping[str, Any] = {}  # what is noted about this attempt
 
     # -- opening
 
@@ -80,6 +88,7 @@ class Store:
         """
         fs, output, attempt = fs or FsOps(), Path(output).absolute(), new_attempt_id()
         create_output(fs, output, manifest, plan, attempt)
+        refuse_foreign_state(fs, output)
         return cls(output, *load_output(fs, output), attempt=attempt, fs=fs, memory_limit=memory_limit)
 
     @classmethod
@@ -87,12 +96,15 @@ class Store:
         """Opens an output directory without writing anything. Raises UsageError if it is none, StorageError if it is
         damaged, ConfigMismatchError if a newer version wrote it."""
         fs, output = fs or FsOps(), Path(output).absolute()
+        refuse_foreign_state(fs, output)
         return cls(output, *load_output(fs, output), attempt=new_attempt_id(), fs=fs, memory_limit=memory_limit)
 
     @staticmethod
     def exists(output: str | Path, *, fs: FsOps | None = None) -> bool:
-        """Whether a directory holds a job."""
-        return exists(fs or FsOps(), Path(output).absolute())
+        """Whether a directory holds a job. Raises StorageError."""
+        path = Path(output).absolute()
+        with storage_errors("looking for", path):
+            return exists(fs or FsOps(), path)
 
     def start_attempt(self, info: Mapping[str, Any]) -> None:
         """Notes this process in `attempts/`, proves that the output can be written to, and removes what dead attempts
@@ -111,18 +123,58 @@ class Store:
             self._sweep_tmp()
             committed = self.committed()
             self._sweep_wal(committed)
-            published = {self._layout.part(index).name for index in committed}
-            sweep_claims(self._fs, self._layout.claims, published, is_dead=self._context.is_dead)
+            self._sweep_claims(committed)
 
     def note_attempt(self, info: Mapping[str, Any]) -> None:
-        """Replaces what `start_attempt` noted: a heartbeat counter, the reason of the end. Raises StorageError."""
+        """Adds to what `start_attempt` noted: a heartbeat counter, the reason of the end. From any thread.
+
+        Raises StorageError.
+        """
         with storage_errors("writing", self._layout.attempts):
             self._note(info)
 
     def _note(self, info: Mapping[str, Any]) -> None:
-        self._fs.replace_file(
-            self._layout.attempt(self.attempt), attempt_record(info), via=self._layout.tmp / f"attempt.{self.attempt}"
-        )
+        via = self._layout.tmp / f"attempt.{self.attempt}"
+        with self._noting:
+            self.attempt_info = {**self.attempt_info, **info}
+            record = attempt_record(self.attempt_info, self._begun)
+            try:
+                self._fs.replace_file(self._layout.attempt(self.attempt), record, via=via)
+            except OSError:
+                with suppress(OSError):
+                    self._fs.unlink_if_there(via)  # or no later note could be written
+                raise
+
+    def chunk_claims(self) -> ChunkClaims:
+        """The claims of this attempt. After `start_attempt`."""
+        return ChunkClaims(self._context, self.attempt_info)
+
+    def is_published(self, index: int) -> bool:
+        """Whether a chunk has a part by name. Raises StorageError."""
+        path = self._layout.part(index)
+        with storage_errors("looking for", path):
+            return self._fs.exists(path)
+
+    def published(self) -> set[int]:
+        """The chunks that have a part by name alone. Raises StorageError."""
+        return set(self._catalog.names())
+
+    def lease(self, shard: tuple[int, int]) -> Lease:
+        """The lease of a shard, given as its number and the number of shards. Not acquired yet."""
+        return Lease(self, self._context, shard)
+
+    def extend(self, extension: Plan) -> bool:
+        """Adds new input files to the job: their chunks follow those of `plan`, which holds them afterwards.
+
+        False if another process has extended the job meanwhile; `plan` then holds its files. Before the first
+        `open_chunk`. Raises StorageError.
+        """
+        if not self._started:
+            self.note_attempt({})
+        won = publish_extension(self._context, self.plan, extension)
+        _, self.plan = load_output(self._fs, self.output)
+        self._catalog = Catalog(self._context, self.plan, self.warnings)
+        return won
 
     # -- what is there
 
@@ -153,10 +205,12 @@ class Store:
             raise storage_error(error, "reading", self._layout.done) from error
         try:
             done = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         mine = isinstance(done, dict) and done.get("job_id") == self.manifest.job_id
-        return done if mine and len(self._catalog.names()) == len(self._catalog.chunks) else None
+        num_parts = len(self._catalog.chunks)
+        whole = mine and done.get("num_parts") == num_parts  # else the job has been extended since
+        return done if whole and len(self._catalog.names()) == num_parts else None
 
     # -- work
 
@@ -216,6 +270,8 @@ class Store:
             data = json.dumps(done, indent=1).encode() + b"\n"
             self._fs.replace_file(self._layout.done, data, via=self._layout.tmp / f"done.{self.attempt}")
             self._sweep_wal(self._catalog.committed)
+            self._sweep_tmp()  # what a process left that died beside this one
+            self._sweep_claims(self._catalog.committed)
         return done
 
     def close(self) -> None:
@@ -236,6 +292,10 @@ class Store:
             attempt = _TRIAL.sub("", name.partition(".")[2])
             if attempt and self._context.is_dead(attempt):
                 self._fs.unlink_if_there(self._layout.tmp / name)
+
+    def _sweep_claims(self, committed: set[int]) -> None:
+        published = {name for index in committed for name in (self._layout.part(index).name, claim_name(index))}
+        sweep_claims(self._fs, self._layout.claims, published, is_dead=self._context.is_dead)
 
     def _sweep_wal(self, committed: set[int]) -> None:
         """Removes the logs that a crash left behind between publishing a part and this."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from json.encoder import encode_basestring
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -44,6 +44,14 @@ def encode_record(
         return line.encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which UTF-8 cannot hold
         return line.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").encode()
+
+
+def encode_partial(row_index: int, sample_index: int, num_prompt_tokens: int, token_ids: Sequence[int]) -> bytes:
+    """The payload for a sample that was stopped: the output tokens that it has made."""
+    ids = ",".join(map(str, token_ids))
+    return (
+        f'{{"row":{row_index},"sample":{sample_index},"prompt_tokens":{num_prompt_tokens},"partial":[{ids}]}}'
+    ).encode()
 
 
 def frame(payload: bytes) -> bytes:
@@ -106,7 +114,7 @@ def parse_payloads(payloads: Sequence[bytes]) -> list[dict[str, Any] | None]:
         records = json.loads(b"[" + b",".join(payloads) + b"]")
         if len(records) == len(payloads) and all(type(record) is dict for record in records):
             return list(records)
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     return [_parse(payload) for payload in payloads]
 
@@ -114,7 +122,7 @@ def parse_payloads(payloads: Sequence[bytes]) -> list[dict[str, Any] | None]:
 def _parse(payload: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(payload)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 
@@ -127,8 +135,11 @@ class ChunkLog:
     synced before: they must be written anew.
     """
 
-    def __init__(self, fs: FsOps, directory: Path, attempt: str) -> None:
+    def __init__(
+        self, fs: FsOps, directory: Path, attempt: str, *, before_open: Callable[[], None] = lambda: None
+    ) -> None:
         self._fs = fs
+        self._before_open = before_open
         self._write = fs.write
         self._directory = directory
         self._attempt = attempt
@@ -155,6 +166,7 @@ class ChunkLog:
         name = f"{self._attempt}{f'.{self._num_files}' if self._num_files else ''}.log"
         path = self._directory / name
         self._num_files += 1
+        self._before_open()
         for _ in range(5):
             self._fs.ensure_dir(self._directory)
             try:

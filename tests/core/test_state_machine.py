@@ -1,5 +1,7 @@
 """Any order of operations leaves the invariants whole and every answer right."""
 
+from dataclasses import replace
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -71,6 +73,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(seq.state is SequenceState.FINISHED for seq in dropped)
         self.scheduler.check()
         self.gone |= {(seq.request.row_index, seq.request.sample_index) for seq in dropped}
+
+    @rule()
+    def stop_and_go_on(self):
+        """Everything is taken out, and comes back with the tokens that it has made."""
+        dropped = [*self.scheduler.drop_running(), *self.scheduler.drop_waiting()]
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        self.scheduler.check()
+        capacity = self.runner.pool.num_blocks * self.runner.pool.block_size
+        for seq in dropped:
+            error = self.scheduler.add(replace(seq.request, output_token_ids=tuple(seq.output_token_ids)))
+            assert (error is None) == (len(seq.tokens) <= capacity)
+            if error is not None:
+                self.gone.add((seq.request.row_index, seq.request.sample_index))
+        self.scheduler.check()
 
     def teardown(self):
         if not hasattr(self, "runner"):

@@ -50,32 +50,32 @@ def test_the_array_names_its_number_of_shards_itself() -> None:
     code = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("# "))
     assert "SLURM_ARRAY_TASK_COUNT" not in code
     last = re.search(r"#SBATCH --array=0-(\d+)", text)
-    shards = re.search(r"^NUM_SHARDS=(\d+)", text, re.MULTILINE)
+    shards = re.search(r"--num-shards (\d+) --shard-id \"\$SLURM_ARRAY_TASK_ID\"$", text, re.MULTILINE)
     assert last is not None
     assert shards is not None
     assert int(shards[1]) == int(last[1]) + 1
-    assert '--num-shards "$NUM_SHARDS"' in code
 
 
-def test_the_nightly_script_submits_the_array_and_then_the_merge(tmp_path: Path) -> None:
-    """Run with stand-ins for `sbatch` and `batchjob` that write down how they were called."""
+def test_the_nightly_script_checks_and_then_submits(tmp_path: Path) -> None:
+    """Run with a stand-in for `batchjob` that writes down how it was called."""
     called = tmp_path / "called"
-    for name, says in (("sbatch", "echo '4711;cluster'"), ("batchjob", "true")):
-        stand_in = tmp_path / "bin" / name
-        stand_in.parent.mkdir(exist_ok=True)
-        stand_in.write_text(f'#!/bin/sh\necho {name} "$@" >> {called}\n{says}\n')
-        stand_in.chmod(0o755)
+    stand_in = tmp_path / "bin" / "batchjob"
+    stand_in.parent.mkdir()
+    stand_in.write_text(f'#!/bin/sh\necho batchjob "$@" >> {called}\n')
+    stand_in.chmod(0o755)
     subprocess.run(
         ["bash", str(JOBS / "nightly.sh"), "job.toml", "in", "results", "2026-01-31"],
         cwd=tmp_path,
         env={"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"},
         check=True,
     )
-    check, array, merge = called.read_text().splitlines()
+    check, array = called.read_text().splitlines()
     assert check == "batchjob validate job.toml --input in/2026-01-31 --output results/2026-01-31.out"
-    assert array.endswith("array.sbatch job.toml results/2026-01-31.out --input in/2026-01-31")
-    assert "--dependency=afterany:4711 " in merge
-    assert merge.endswith("merge.sbatch results/2026-01-31.out results/2026-01-31.parquet")
+    assert array.startswith("batchjob slurm job.toml --input in/2026-01-31 --output results/2026-01-31.out --array 16 ")
+    assert array.endswith("--merge results/2026-01-31.parquet --directory results/2026-01-31.slurm --submit")
+    from batchjob.cli import main
+
+    assert main.commands["slurm"].make_context("slurm", array.split()[2:]).params["submit"]  # type: ignore[attr-defined]
 
 
 def test_the_sample_prompts_are_what_their_note_says(data_dir: Path) -> None:

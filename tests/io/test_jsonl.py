@@ -28,7 +28,7 @@ HALF = "\\ud83d"
         (b'{"a": -Infinity}', "invalid_json", "-Infinity is not JSON"),
         (b"\x00\x00\x00", "invalid_json", "not JSON"),
         (b'{"a": ' + b"1" * 5000 + b"}", "invalid_json", "not readable"),
-        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "invalid_json", "nested too deeply"),
+        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "invalid_json", "nested more than 256 deep"),
         (b'{"a": "\xff"}', "invalid_encoding", "byte 8 "),
         (b'{"a": "caf\xe9"}', "invalid_encoding", "not UTF-8"),
     ],

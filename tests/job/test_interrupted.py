@@ -47,7 +47,7 @@ main()
 
 def command(source: Path, output: Path, *more: str, step_seconds: float) -> list[str]:
     flags = ["--engine", "fake", "--input", str(source), "--output", str(output), "--chunk-rows", "50"]
-    return [sys.executable, "-c", PROGRAM, str(step_seconds), "run", *flags, "--max-num-seqs", "8", *more]
+    return [sys.executable, "-c", PROGRAM, str(step_seconds), "run", "--no-supervisor", *flags, "--max-num-seqs", "8", *more]
 
 
 def logged_and_committed(output: Path) -> dict[int, str]:

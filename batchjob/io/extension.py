@@ -1,0 +1,62 @@
+"""New input files for a job that is there: planned as at first, then put behind its files and held against its columns.
+
+The columns of a job and their types are fixed when it is made; what would not fit them is refused before a row runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pyarrow as pa
+
+from batchjob.errors import InputDataError
+from batchjob.io.inputs import FoundFile
+from batchjob.io.planner import PlanResult, plan_files
+from batchjob.plan import Chunk, Plan
+from batchjob.spec import JobSpec
+
+
+def plan_extension(spec: JobSpec, plan: Plan, new: Sequence[FoundFile], *, num_workers_hint: int = 1) -> PlanResult:
+    """Plans files that `plan` does not have. The result's chunks, rows and file numbers follow those of `plan`.
+
+    Deterministic like `make_plan`. Raises InputMissingError and InputDataError; the latter also where a carried column
+    has another type than in the job.
+    """
+    found = plan_files(replace(spec, keep_columns="all", limit=None), new, num_workers_hint=num_workers_hint)
+    names = ", ".join(file.path for file in found.plan.files[:3]) + (" ..." if len(found.plan.files) > 3 else "")
+    _check_columns(plan, found, names)
+    num_files, num_chunks, num_rows = len(plan.files), len(plan.chunks), plan.num_rows
+    chunks = tuple(
+        Chunk(
+            num_chunks + chunk.index,
+            num_rows + chunk.row_index,
+            chunk.num_rows,
+            tuple(replace(segment, file_index=num_files + segment.file_index) for segment in chunk.segments),
+        )
+        for chunk in found.plan.chunks
+    )
+    return replace(
+        found,
+        plan=Plan(files=found.plan.files, chunks=chunks, columns=plan.columns, arrow_schema=plan.arrow_schema),
+    )
+
+
+def _check_columns(plan: Plan, found: PlanResult, names: str) -> None:
+    """A carried column that the new files lack is null there; one of another type cannot be stored."""
+    have = _schema(found.plan)
+    for field in _schema(plan):
+        kind = plan.columns[field.name]
+        if field.name not in found.columns or field.name in found.null_columns or kind == "json":
+            continue
+        new_kind, new_type = found.columns[field.name], have.field(field.name).type
+        if new_kind != kind or (new_type != field.type and not pa.types.is_null(new_type)):
+            new_name = "of mixed or nested type" if new_kind == "json" else str(new_type)
+            raise InputDataError(
+                f"column {field.name!r} is {field.type} in this job but {new_name} in the new files ({names}). Convert "
+                "it there, or run a new job with another --output."
+            )
+
+
+def _schema(plan: Plan) -> pa.Schema:
+    return pa.ipc.read_schema(pa.py_buffer(plan.arrow_schema))

@@ -1,0 +1,94 @@
+"""Claims on chunks, for processes that share all chunks of a job: whoever works on one says so. No row depends on it.
+
+`claims/CHUNK` is a directory that holds one file with the name of its attempt. A claim is stale when its attempt is
+over, or when the attempt's counter has stood still while it was watched; anybody may then take it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from batchjob.store.attempts import read_attempt
+from batchjob.store.context import StoreContext
+from batchjob.store.fsops import storage_errors
+from batchjob.store.liveness import Watch, is_over
+from batchjob.store.publish import Claim
+
+
+def claim_name(chunk_index: int) -> str:
+    return f"{chunk_index:08d}"
+
+
+class ChunkClaims:
+    """The claims of one attempt. `take` and `judge` raise StorageError; `release` and `close` never fail."""
+
+    def __init__(self, context: StoreContext, own: Mapping[str, Any]) -> None:
+        """`own` is what this attempt has noted about itself."""
+        self._context = context
+        self._own = own
+        self._held: dict[int, Claim] = {}
+        self._watches: dict[str, Watch] = {}
+        self._stale: set[str] = set()
+
+    def take(self, index: int) -> bool:
+        """Claims a chunk, unless another attempt that is not known to be over has it. Again for one's own: True."""
+        if index in self._held:
+            return True
+        layout = self._context.layout
+        claim = Claim(self._context.fs, layout.claims, claim_name(index), self._context.attempt)
+        with storage_errors("claiming", layout.claims):
+            if not claim.try_acquire(is_dead=self._is_stale):
+                return False
+        self._held[index] = claim
+        return True
+
+    def release(self, index: int) -> None:
+        claim = self._held.pop(index, None)
+        try:
+            if claim is not None:
+                claim.release()
+        except OSError:
+            pass  # the next start sweeps it
+
+    def close(self) -> None:
+        """Gives back what is not committed, for others to take at once."""
+        for index in list(self._held):
+            self.release(index)
+
+    def holders(self) -> dict[int, str]:
+        """The claimed chunks and their attempts, our own left out. Raises StorageError."""
+        fs, claims = self._context.fs, self._context.layout.claims
+        found: dict[int, str] = {}
+        with storage_errors("reading", claims):
+            for name in fs.listdir(claims):
+                if not name.isdigit() or int(name) in self._held:
+                    continue
+                try:
+                    holders = fs.listdir(claims / name)
+                except (FileNotFoundError, NotADirectoryError):
+                    continue
+                found.update((int(name), holder) for holder in holders)
+        return found
+
+    def judge(self, attempts: Iterable[str]) -> dict[str, bool | None]:
+        """Whether attempts live. None: watched since the first question, and not long enough to say."""
+        verdicts: dict[str, bool | None] = {}
+        for attempt in set(attempts):
+            if self._is_stale(attempt):
+                verdicts[attempt] = False
+                continue
+            if self._over(attempt) is False:
+                verdicts[attempt] = True
+                continue
+            watch = self._watches.setdefault(attempt, Watch(self._context, attempt))
+            verdicts[attempt] = watch.verdict()
+            if verdicts[attempt] is False:
+                self._stale.add(attempt)
+        return verdicts
+
+    def _is_stale(self, attempt: str) -> bool:
+        return attempt in self._stale or self._over(attempt) is True
+
+    def _over(self, attempt: str) -> bool | None:
+        return is_over(read_attempt(self._context.fs, self._context.layout.attempt(attempt)), self._own)

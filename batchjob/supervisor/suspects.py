@@ -1,0 +1,72 @@
+"""Which rows may have brought the engine down, and in which order they are tried.
+
+When an engine dies, the rows in it are suspects. They run again apart from the rest, group by group, and a group in
+which the engine dies again is cut in two. A group that gets through costs no restart, so only guilty rows cost any: at
+most the logarithm of the number of rows in the engine, and two for the proof that a row kills it alone.
+
+Most poison works at once, in the step that takes the row in. So those that came last are the first group, and groups
+are let in one row at a time: then the last one is a single row, and a typical case takes four restarts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+NUM_PROOFS = 2  # times that a row must kill the engine alone
+
+
+class Suspects:
+    """`groups` in the order in which they are to run, each a list of rows; `condemned` are rows that killed it alone
+    often enough and are not yet written as errors, with how they did."""
+
+    def __init__(self) -> None:
+        self.groups: list[list[int]] = []
+        self.condemned: dict[int, str] = {}
+        self._alone: dict[int, int] = {}  # row -> times it killed the engine alone
+
+    @property
+    def rows(self) -> set[int]:
+        return {row for group in self.groups for row in group} | set(self.condemned)
+
+    def clear(self, rows: Collection[int]) -> None:
+        """These rows are finished."""
+        self.groups = [left for group in self.groups if (left := [row for row in group if row not in rows])]
+        for row in rows:
+            self.condemned.pop(row, None)
+            self._alone.pop(row, None)
+
+    def accuse(self, in_flight: Sequence[int], newest: Collection[int], how: str) -> bool:
+        """The engine died with these rows in it, oldest first. Returns whether a group has become smaller by that."""
+        accused = list(in_flight)
+        if not accused:
+            return False
+        group = next((group for group in self.groups if set(accused) <= set(group)), None)
+        if group is None:  # among the rest of the rows
+            self.groups = self._split(accused, newest, how) + self.groups
+            return False
+        self.groups.remove(group)
+        others = [row for row in group if row not in set(accused)]
+        parts = self._split(accused, newest, how)
+        self.groups = parts + ([others] if others else []) + self.groups
+        if len(accused) == 1:  # behind the others: those that get through show that the engine works
+            self.groups += parts
+            del self.groups[: len(parts)]
+        return len(group) > 1
+
+    def _split(self, accused: list[int], newest: Collection[int], how: str) -> list[list[int]]:
+        """At most half of the rows in any part, the likeliest part first."""
+        if len(accused) == 1:
+            return self._try_alone(accused[0], how)
+        last = [row for row in accused if row in newest]
+        rest = [row for row in accused if row not in newest]
+        if not last or len(last) > len(rest):
+            last, rest = [], accused
+        half = (len(rest) + 1) // 2
+        return [part for part in (last, rest[half:], rest[:half]) if part]
+
+    def _try_alone(self, row: int, how: str) -> list[list[int]]:
+        count = self._alone[row] = self._alone.get(row, 0) + 1
+        if count < NUM_PROOFS:
+            return [[row]]
+        self.condemned[row] = how
+        return []
