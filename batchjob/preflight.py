@@ -49,7 +49,7 @@ def space_warning(output: Path, needed: int, num_files: int) -> str | None:
     free = status.f_bavail * status.f_frsize
     if free < needed:
         return (
-            f"warning: {output} has {_mib(free)} free, and this job may need about {_mib(needed)}. When the disk is "
+            f"warning: {output} has {_size(free)} free, and this job may need about {_size(needed)}. When the disk is "
             "full it waits for room, then stops with exit code 74; nothing that is finished is lost."
         )
     if status.f_files and status.f_favail < num_files:
@@ -57,8 +57,8 @@ def space_warning(output: Path, needed: int, num_files: int) -> str | None:
     return None
 
 
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.0f} MiB"
+def _size(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB" if size >= 2**20 else f"{size / 2**10:,.0f} KiB"
 
 
 def refuse_damaged_settings(manifest: Manifest, source: Path) -> None:

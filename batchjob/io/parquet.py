@@ -102,7 +102,8 @@ def _batch_rows(path: str, group: pq.RowGroupMetaData, names: Sequence[str]) -> 
     A dictionary makes rows of any length out of a few bits each, so what a row takes in the file says nothing. The
     longest value it can give is the whole dictionary page.
     """
-    usual = max(16, min(4096, _BATCH_BYTES * max(group.num_rows, 1) // max(group.total_byte_size, 1)))
+    average = max(group.total_byte_size, 1) // max(group.num_rows, 1)
+    usual = max(16, min(4096, _BATCH_BYTES // max(average, 1)))
     wanted = set(names)
     worst = 1
     with open(path, "rb") as file:
@@ -115,7 +116,7 @@ def _batch_rows(path: str, group: pq.RowGroupMetaData, names: Sequence[str]) -> 
             ):
                 file.seek(column.dictionary_page_offset)
                 worst += _page_size(file.read(16)) or column.total_uncompressed_size
-    return max(1, min(usual, _WORST_BATCH_BYTES // worst))
+    return max(1, min(usual, int(_WORST_BATCH_BYTES // worst)))
 
 
 def _page_size(header: bytes) -> int | None:

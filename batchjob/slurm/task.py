@@ -10,6 +10,8 @@ from typing import Any
 
 from batchjob.slurm.tools import SlurmToolError, call
 
+_NO_LIMIT = 364 * 86_400.0  # a job without a limit is given a year, so nearly that is none
+
 
 @dataclass(frozen=True, slots=True)
 class SlurmTask:
@@ -55,7 +57,8 @@ def parse_time_left(text: str) -> float:
     if match is None:
         raise SlurmToolError(f"squeue says {text[:40]!r} where the time left was expected")
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    left = float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    return left if left < _NO_LIMIT else float("inf")
 
 
 def _is_number(text: str) -> bool:

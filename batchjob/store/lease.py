@@ -81,8 +81,9 @@ class Lease:
         self.check()
 
     def check(self) -> None:
-        """Raises OutputBusyError if another process has taken over."""
+        """Raises OutputBusyError if another process has taken over, StorageError if the output was moved away."""
         if self._held and not self._is_ours():
+            self._context.check_place()
             raise OutputBusyError(
                 f"another process has taken over {self._what()}, because this one looked dead to it. Finished rows are "
                 "kept."

@@ -70,6 +70,7 @@ def run_job(folder: Path, fs: Any, *, others_live: bool = False, **changes: Any)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("batchjob.store.store.FsOps", lambda: fs)
         patch.setattr("batchjob.feeder.Feeder", InlineFeeder)
+        patch.setattr("batchjob.store.reread.PAUSES", ())
         # All processes of this test are one, so that none looks dead: they all are, but for two that overlap.
         patch.setattr("batchjob.store.context.is_alive", lambda _: others_live)
         return batchjob.run(spec, echo=lambda line: None)

@@ -73,8 +73,12 @@ class Cluster:
         (self.root / "munge.key").write_bytes(os.urandom(128))
         (self.root / "munge.key").chmod(0o600)
         host = socket.gethostname().split(".")[0]
-        ports = free_ports(2)
-        self.write_config(host=host, ctld_port=ports[0], d_port=ports[1])
+        ctld_port, d_port = free_ports(2)
+        user = getpass.getuser()
+        self.config = CONFIG.format(
+            root=self.root, user=user, cpus=NUM_CPUS, host=host, ctld_port=ctld_port, d_port=d_port
+        )
+        (self.root / "slurm.conf").write_text(self.config)
         # --force: the socket's directory is closed to others, which is how it should be here.
         names = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         self._daemon(["munged", "--force", *(f"--{flag}={self.root}/munge.{ending}" for flag, ending in names.items())])
@@ -87,9 +91,10 @@ class Cluster:
         except AssertionError:
             raise RuntimeError(self.logs()) from None
 
-    def write_config(self, **values: object) -> None:
-        text = CONFIG.format(root=self.root, user=getpass.getuser(), cpus=NUM_CPUS, **values)
-        (self.root / "slurm.conf").write_text(text)
+    def configure(self, *lines: str) -> None:
+        """The configuration as always, with these lines behind it."""
+        (self.root / "slurm.conf").write_text(self.config + "".join(f"{line}\n" for line in lines))
+        self.call("scontrol", "reconfigure")
 
     def _daemon(self, command: list[str]) -> None:
         done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=30, check=False)
@@ -150,7 +155,8 @@ class Cluster:
         return self.job(name)["JobState"]
 
     def start_now(self, name: str) -> None:
-        """Spares a requeued task the wait for its credential."""
+        """Spares a requeued task most of the wait for its credential: one of the same second is taken for revoked."""
+        time.sleep(2)
         self.call("scontrol", "update", f"jobid={name}", "starttime=now", check=False)
 
     def wait(self, condition: Callable[[], object], what: str, seconds: float = 60) -> None:

@@ -130,12 +130,14 @@ class Job:
 
 @pytest.fixture
 def job(cluster: Any, tmp_path: Path, write_jsonl: Write) -> Job:
-    return Job(cluster, tmp_path, write_jsonl)
+    directory = tmp_path / "a 100% job"  # a blank and a percent sign mean something to SLURM
+    directory.mkdir()
+    return Job(cluster, directory, write_jsonl)
 
 
 def test_an_array_with_warnings_requeues_and_a_kill_then_a_merge(cluster: Any, job: Job, run_cli: Any) -> None:
     job.write(run_cli, 4)
-    array = job.sbatch(job.array, step_seconds=0.1)
+    array = job.sbatch(job.array, step_seconds=0.08)
     merge = job.sbatch(f"--dependency=afterany:{array}", job.merge)
     tasks = [f"{array}_{task}" for task in range(4)]
     for task in tasks:
@@ -204,7 +206,7 @@ def test_the_last_task_requeues_itself_alone_then_subsets_and_a_second_submissio
 def test_a_task_that_is_preempted_comes_back(cluster: Any, job: Job, run_cli: Any) -> None:
     printed = job.write(run_cli, 1, "--partition=low", "--sbatch=--cpus-per-task=8")
     assert "KillWait is 5 s" in printed
-    array = job.sbatch(job.array, step_seconds=0.1)
+    array = job.sbatch(job.array, step_seconds=0.04)
     task = f"{array}_0"
     job.wait_until_working(task)
     urgent = cluster.sbatch("--partition=high", "--cpus-per-task=8", "--output=/dev/null", "--wrap", "sleep 1")
@@ -256,8 +258,8 @@ def test_the_time_limit(cluster: Any, job: Job, run_cli: Any) -> None:
     text = job.array.read_text().replace("#SBATCH --signal", "# --signal")  # it could come at the very start
     job.array.write_text(text)
     blind = job.array.with_name("blind.sbatch")
-    blind.write_text(text.replace(" run ", " run --time-limit=none "))
-    steps = 10.0 * 4 / (NUM_ROWS / 2)  # too slow for one minute
+    blind.write_text(text.replace(" run ", " run --time-limit=none --drain-timeout=3 "))
+    steps = 0.8  # about 140 of them: too slow for one minute
     array = job.sbatch("--array=0", job.array, step_seconds=steps)
     other = job.sbatch("--array=1", blind, step_seconds=steps)
     seeing, unseeing = f"{array}_0", f"{other}_1"
@@ -265,12 +267,69 @@ def test_the_time_limit(cluster: Any, job: Job, run_cli: Any) -> None:
     assert "stopped early (time limit)" in job.log(array, 0)
     cluster.wait_for_state(unseeing, "TIMEOUT", seconds=90)
     assert "stopped early (SIGTERM)" in job.log(other, 1)
-    finished = [a["ended"]["rows_finished"] for a in job.attempts()]
-    assert all(finished)
+    ends = {attempt["shard"][0]: attempt["ended"] for attempt in job.attempts() if "ended" in attempt}
+    assert [ends[shard]["by"] for shard in (0, 1)] == ["time limit", "SIGTERM"]
+    assert all(end["rows_finished"] for end in ends.values())
     cluster.call("scancel", seeing)
     array = job.sbatch(job.array)
     for task in (0, 1):
         cluster.wait_for_state(f"{array}_{task}", "COMPLETED")
+        num_reused = int(job.log(array, task).split(" done before)")[0].rsplit("(", 1)[1])
+        assert num_reused >= ends[task]["rows_finished"]
     assert job.is_complete()
-    reused = [int(job.log(array, task).split(" done before)")[0].rsplit("(", 1)[1]) for task in (0, 1)]
-    assert sorted(reused) == sorted(finished)
+
+
+@pytest.mark.long
+def test_a_node_that_fails_brings_its_tasks_back(cluster: Any, job: Job, run_cli: Any) -> None:
+    job.write(run_cli, 2)
+    array = job.sbatch(job.array, step_seconds=0.1)
+    tasks = [f"{array}_{task}" for task in range(2)]
+    for task in tasks:
+        job.wait_until_working(task)
+    node = cluster.job(tasks[0])["NodeList"]
+    cluster.call("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+    try:
+        for task in tasks:
+            cluster.wait(lambda task=task: job.restarts(task) == 1, f"{task} to be requeued")
+    finally:
+        # It may be back already: slurmd has registered again.
+        cluster.call("scontrol", "update", f"nodename={node}", "state=resume", check=False)
+    for task in tasks:
+        cluster.start_now(task)
+        cluster.wait_for_state(task, "COMPLETED", seconds=90)
+    assert job.is_complete()
+
+
+@pytest.mark.long
+def test_a_site_that_requeues_the_exit_code(cluster: Any, job: Job, run_cli: Any) -> None:
+    """RequeueExit=75: the task only ends, and the merge behind the array waits for its second try."""
+    cluster.configure("RequeueExit=75")
+    try:
+        assert "RequeueExit" not in job.write(run_cli, 2, "--requeue", "exit")
+        array = job.sbatch(job.array, step_seconds=0.1)
+        merge = job.sbatch(f"--dependency=afterany:{array}", job.merge)
+        task = f"{array}_1"
+        job.wait_until_working(task)
+        job.warn(task)
+        job.wait_for_restart(task)
+        assert "back in the queue" not in job.log(array, 1)
+        cluster.wait_for_state(merge, "COMPLETED", "FAILED", seconds=90)
+        assert (cluster.state(merge), job.restarts(task), job.restarts(f"{array}_0")) == ("COMPLETED", 1, 0)
+        assert job.is_complete()
+        assert "RequeueExit lists 75" in job.write(run_cli, 2)
+    finally:
+        cluster.configure()
+
+
+@pytest.mark.long
+def test_a_task_whose_time_is_never_enough_stays_away_in_the_end(cluster: Any, job: Job, run_cli: Any) -> None:
+    job.write(run_cli, 1, "--time-limit", "1s")  # over before the first row
+    array = job.sbatch(job.array, step_seconds=2)
+    task = f"{array}_0"
+    for restart in range(10):
+        cluster.wait(lambda restart=restart: job.restarts(task) == restart + 1, f"requeue {restart + 1}")
+        cluster.start_now(task)
+    cluster.wait_for_state(task, "FAILED")
+    assert cluster.job(task)["ExitCode"] == "70:0"
+    assert job.restarts(task) == 10
+    assert "10 requeues of task" in job.log(array, 0)

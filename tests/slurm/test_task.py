@@ -44,6 +44,7 @@ def test_the_task_is_known_from_the_environment(environ: dict[str, str], task: S
         ("1:00:05", 3605),
         ("2-03:04:05", 2 * 86400 + 3 * 3600 + 245),
         ("UNLIMITED", float("inf")),
+        ("364-23:59:58", float("inf")),
     ],
 )
 def test_the_time_left_as_squeue_prints_it(text: str, seconds: float) -> None:

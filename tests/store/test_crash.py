@@ -135,6 +135,26 @@ def test_an_error_at_any_file_operation_is_reported_or_overcome(
         assert not job.added & set(again.computed)
 
 
+def test_a_short_write_at_any_place_is_finished(kit: Any, tmp_path: Path) -> None:
+    plan = kit.make_plan(ROWS, CHUNK_ROWS)
+
+    class ShortFs(kit.FastFs):  # type: ignore[name-defined, misc]
+        num_writes = 0
+
+        def write(self, fd: int, data: bytes | memoryview) -> int:
+            self.num_writes += 1
+            is_short = self.num_writes == k + 1
+            return super().write(fd, bytes(data)[: len(data) // 3] if is_short else data)
+
+    for k in itertools.count():
+        fs, job = ShortFs(), kit.Job()
+        job.run(tmp_path / str(k), plan, fs=fs)
+        kit.check_output(tmp_path / str(k), plan)
+        if fs.num_writes <= k:
+            assert k > 10
+            return
+
+
 def test_a_crash_while_logs_are_over_the_memory_cap(kit: Any, tmp_path: Path) -> None:
     plan = kit.make_plan(ROWS, CHUNK_ROWS)
     for k in range(40, 160, 7):
