@@ -46,8 +46,9 @@ main()
 
 
 def command(source: Path, output: Path, *more: str, step_seconds: float) -> list[str]:
-    flags = ["--engine", "fake", "--input", str(source), "--output", str(output), "--chunk-rows", "50"]
-    return [sys.executable, "-c", PROGRAM, str(step_seconds), "run", "--no-supervisor", *flags, "--max-num-seqs", "8", *more]
+    flags = ["--no-supervisor", "--engine", "fake", "--input", str(source), "--output", str(output)]
+    limits = ["--chunk-rows", "50", "--max-num-seqs", "8"]
+    return [sys.executable, "-c", PROGRAM, str(step_seconds), "run", *flags, *limits, *more]
 
 
 def logged_and_committed(output: Path) -> dict[int, str]:
