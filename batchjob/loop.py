@@ -187,6 +187,8 @@ class Loop:
             idle = not requests and not self._engine.has_unfinished()
             batches = self._feeder.poll(FEEDER_WAIT if idle else 0.0)
             if not batches:
+                if idle:
+                    self._tell_alive()  # the input may take long to reach its first row; no step hangs
                 break
             self._take_batches(batches, requests)
         for request in arrange(requests, self._order):
@@ -275,6 +277,7 @@ class Loop:
     # -- what comes out
 
     def _step(self) -> None:
+        self._keep_up()
         if not self._engine.has_unfinished():
             return
         started = time.monotonic()
@@ -286,6 +289,9 @@ class Loop:
         if not self._engine_works and any(completion.error is None for completion in completions):
             self._release_held()
         self._tell_alive()
+
+    def _keep_up(self) -> None:
+        """What falls due by the clock, also while the engine has nothing to do."""
         self._counts.num_running = self._engine.num_running
         self._counts.num_waiting = self._engine.num_waiting
         self._progress.update()

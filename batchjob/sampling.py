@@ -9,6 +9,8 @@ from typing import Any
 
 from batchjob.errors import UsageError
 
+MAX_SAMPLES = 10_000  # samples per row: the requests of one row are made at once
+
 
 def _option(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
@@ -131,8 +133,8 @@ def _problem(p: SamplingParams) -> str | None:
         return f"min_p must be between 0 and 1, not {p.min_p}"
     if p.repetition_penalty <= 0:
         return f"repetition_penalty must be above 0, not {p.repetition_penalty}"
-    if p.n < 1:
-        return f"n must be at least 1, not {p.n}"
+    if not 1 <= p.n <= MAX_SAMPLES:
+        return f"n must be between 1 and {MAX_SAMPLES:,}, not {p.n}"
     if p.max_tokens is not None and p.max_tokens < 1:
         return f"max_tokens must be at least 1, not {p.max_tokens}"
     if p.min_tokens < 0:

@@ -68,12 +68,15 @@ class SharedChunks(OwnChunks):
         self._others = deque(others)
         self._taken: list[Chunk] = []  # that somebody else works on, or did when last seen
         self._published: set[int] = set()
+        self._own: set[int] = set()  # committed here
         self._next_scan = 0.0
 
     def next(self) -> Chunk | None:
         self._scan(force=False)
         while self.todo:
             chunk = self.todo.popleft()
+            if chunk.index in self._own:  # out of turn; its rows are counted as done here
+                continue
             if self.claim(chunk):
                 return chunk
             self._counts.rows_total -= chunk.num_rows
@@ -91,7 +94,7 @@ class SharedChunks(OwnChunks):
         if chunk.index in self._published or not self._claims.take(chunk.index):
             return False
         if self._store.is_published(chunk.index):  # since the last scan: a claim is given back after the commit
-            self.done(chunk)
+            self._settle(chunk)
             return False
         return True
 
@@ -104,6 +107,10 @@ class SharedChunks(OwnChunks):
                 self.todo.appendleft(chunk)
 
     def done(self, chunk: Chunk) -> None:
+        self._own.add(chunk.index)
+        self._settle(chunk)
+
+    def _settle(self, chunk: Chunk) -> None:
         self._published.add(chunk.index)
         self._claims.release(chunk.index)
 

@@ -17,13 +17,13 @@ class RowParams:
 
     def __init__(self, column: str, base: SamplingParams, vocab_size: int, special_tokens: Mapping[str, int]) -> None:
         self._column, self._base, self._vocab_size, self._special_tokens = column, base, vocab_size, special_tokens
-        self._known: dict[str, SamplingParams | str] = {}
+        self._known: dict[tuple[bool, str], SamplingParams | str] = {}
 
     def parse(self, value: Any) -> SamplingParams | str | None:
         """The row's settings; None where the job's hold unchanged; a message where the value cannot be used."""
         if value is None:
             return None
-        key = value if isinstance(value, str) else repr(value)
+        key = (isinstance(value, str), value if isinstance(value, str) else repr(value))
         found = self._known.get(key)
         if found is None:
             found = self._parse(value)

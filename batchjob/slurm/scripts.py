@@ -120,7 +120,7 @@ def flag_arguments(values: Mapping[str, Any]) -> list[str]:
             arguments.append(f"--{name}" if value else f"--no-{name}")
             continue
         for item in value if isinstance(value, list | tuple) else (value,):
-            text = f"{item[0]}={item[1]:g}" if isinstance(item, tuple) else str(item)
+            text = f"{item[0]}={item[1]!r}" if isinstance(item, tuple) else str(item)
             # One word: a value such as -1 or --- would be taken for a flag.
             arguments.append(f"--{name}={text}")
     return arguments

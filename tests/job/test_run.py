@@ -256,3 +256,11 @@ def test_the_manifest_records_what_was_asked_and_what_it_became(prompts: Path, t
     assert manifest["spec"]["max_tokens"] == 7
     assert manifest["resolved"]["sampling"]["temperature"] == 0.0
     assert manifest["fingerprint"]["max_model_len"] == 8192
+
+
+def test_a_row_that_asks_for_too_many_samples_is_a_row_error(tmp_path: Path, write_jsonl: Write) -> None:
+    rows = [{"prompt": "a", "params": {"n": 20_000_000}}, {"prompt": "b", "params": {"n": 2}}]
+    run(write_jsonl(tmp_path / "in.jsonl", rows), tmp_path / "out", max_error_rate=1.0)
+    assert [row["error_type"] for row in rows_of(tmp_path / "out")] == ["invalid_params", None, None]
+    with pytest.raises(batchjob.UsageError, match="n must be between 1 and 10,000"):
+        batchjob.JobSpec(n=20_000_000)

@@ -124,6 +124,16 @@ def test_a_chunk_committed_since_the_last_look_is_not_taken(sharers: Sharers, mo
     assert take(odd, 1) == [], "its claim is free again because it is finished"
 
 
+def test_rows_of_a_chunk_committed_here_out_of_turn_stay_counted(sharers: Sharers) -> None:
+    even = sharers.start(0)
+    first = even.todo[0]
+    assert even.claim(first)
+    sharers.publish(first)
+    even.done(first)
+    assert take(even, 1) == [2]
+    assert sharers.counts[0].rows_total == 200
+
+
 def test_a_thief_does_not_wait_for_the_living(sharers: Sharers) -> None:
     even, odd = sharers.start(0), sharers.start(1)
     take(even, 5)

@@ -38,7 +38,7 @@ def arguments_of(script: str) -> list[str]:
 HARD = {
     "prompt": 'It\'s {text}\n"$HOME" `id` \\ %A !',
     "stop": ("\n", "--"),
-    "logit_bias": ((5, -100.0),),
+    "logit_bias": ((5, -1.2345678),),
     "min_tokens": 3,
     "temperature": 0.5,
     "chat": True,

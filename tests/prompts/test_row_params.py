@@ -1,0 +1,18 @@
+"""Settings of single rows: what one row's value looks like has no influence on another's."""
+
+from __future__ import annotations
+
+from batchjob.prompts.params import RowParams
+from batchjob.sampling import SamplingParams
+
+
+def test_a_string_and_an_object_that_print_alike_stay_apart() -> None:
+    params = RowParams("params", SamplingParams(), 100, {})
+    assert isinstance(params.parse("{'top_k': 1}"), str)
+    assert params.parse({"top_k": 1}) == SamplingParams(top_k=1)
+    assert params.parse('{"top_k": 1}') == SamplingParams(top_k=1)
+
+
+def test_a_stop_string_that_is_a_special_token_stops_by_its_id() -> None:
+    params = RowParams("params", SamplingParams(), 100, {"<|end|>": 7})
+    assert params.parse({"stop": ["<|end|>", "x"]}) == SamplingParams(stop=("x",), stop_token_ids=(7,))
