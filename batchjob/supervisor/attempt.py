@@ -17,6 +17,7 @@ from batchjob.supervisor.wakeup import Wakeup
 from batchjob.watch import LOAD, RUN, START, Assignment
 
 GRACE = 3.0  # seconds after a deadline before the worker is killed: SIGTERM means 15, and 20 must not be passed
+GRACE_WARNED = 30.0  # the same for an announced end, which leaves a minute: for a long step, the last tokens, a requeue
 GRACE_NOW = 2.0  # the same when everything is to end at once
 LAST_WORDS = 10.0  # seconds that a worker may take to be gone after it has said how it ends
 _TICK = 1.0  # seconds at most between two looks around
@@ -93,7 +94,9 @@ class Attempt:
         elif order != self._told:
             self._worker.stop(order)
             self._say(order)
-            self._kill_at = min(stop.deadline + GRACE, time.monotonic() + GRACE_NOW if stop.now else float("inf"))
+            is_shortened = self._told is not None and stop.deadline < self._told.deadline  # by SIGTERM
+            grace = GRACE_WARNED if stop.warned and not is_shortened else GRACE
+            self._kill_at = min(stop.deadline + grace, time.monotonic() + GRACE_NOW if stop.now else float("inf"))
         self._told = order
 
     def _say(self, order: StopOrder) -> None:
