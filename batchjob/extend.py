@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from batchjob.errors import InputDataError, InputMissingError, UsageError
 from batchjob.plan import Plan
-from batchjob.progress import duration
+from batchjob.progress import counted, duration
 from batchjob.prompts.source import PromptSource, resolve_prompt
 from batchjob.spec import JobSpec
 
@@ -78,7 +78,8 @@ def extend(spec: JobSpec, store: Store, source: PromptSource | None, echo: Echo)
             echo(f"warning: the columns of this job are fixed; the new files' {', '.join(dropped)} are left out")
         plan, seconds = planned.plan, duration(time.monotonic() - started)
         echo(
-            f"added {plan.num_rows:,} rows of {len(plan.files):,} new files in {len(plan.chunks):,} chunks ({seconds})"
+            f"added {counted(plan.num_rows, 'row')} of {counted(len(plan.files), 'new file')} in "
+            f"{counted(len(plan.chunks), 'chunk')} ({seconds})"
         )
 
 

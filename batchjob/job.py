@@ -18,7 +18,7 @@ from batchjob.errors import ConfigMismatchError, UsageError
 from batchjob.extend import extend, find_new_inputs
 from batchjob.preflight import expected_bytes, refuse_damaged_settings, space_warning
 from batchjob.prepare import Settings, describe_sampling, fingerprint, parse_memory, resolve_settings
-from batchjob.progress import Counts, Progress, duration, printable
+from batchjob.progress import Counts, Progress, counted, duration, printable
 from batchjob.prompts.source import PromptSource, resolve_prompt
 from batchjob.redact import redact_values
 from batchjob.sharding import shared_streams
@@ -123,7 +123,10 @@ def _create(spec: JobSpec, output: Path, echo: Echo) -> Job:
     if planned.num_bad_rows:
         echo(f"warning: {planned.num_bad_rows:,} rows cannot be read and become row errors: {planned.first_bad_row}")
     seconds = duration(time.monotonic() - started)
-    echo(f"planned {plan.num_rows:,} rows of {len(plan.files):,} files in {len(plan.chunks):,} chunks ({seconds})")
+    size = (
+        f"{counted(plan.num_rows, 'row')} of {counted(len(plan.files), 'file')} in {counted(len(plan.chunks), 'chunk')}"
+    )
+    echo(f"planned {size} ({seconds})")
     source = _source(spec, settings, planned.columns) if plan.num_rows else None
     chunk_rows = max((chunk.num_rows for chunk in plan.chunks), default=0)
     manifest = Manifest.new(

@@ -118,6 +118,11 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}h{minutes % 60:02d}m"
 
 
+def counted(number: int, noun: str) -> str:
+    """1 row, 2 rows."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
 def printable(text: str, limit: int | None = 400) -> str:
     """Text of a row made safe for a terminal: control characters escaped (newlines kept as \\n), length capped."""
     safe = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[:limit])

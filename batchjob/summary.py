@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from batchjob.errors import EngineError, InputDataError, StoppedEarlyError
-from batchjob.progress import duration
+from batchjob.progress import counted, duration
 from batchjob.slurm import Requeue
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class RunResult:
             )
         else:
             what = "nothing to do" if self.rows_total and self.rows_reused == self.rows_total else "done"
-            lines.append(f"{what}: {done:,} of {self.rows_total:,} rows are done")
+            lines.append(f"{what}: {done:,} of {counted(self.rows_total, 'row')}")
         reused = f" ({self.rows_reused:,} done before)" if self.rows_reused else ""
         lines.append(f"  ok          {self.num_ok:,}{reused}")
         for kind, count in sorted(self.errors.items(), key=lambda item: -item[1]):

@@ -130,7 +130,7 @@ def test_the_summary_says_where_the_rows_are_and_how_to_read_them(
     assert f"{tmp_path / 'out'}/data" in done.stderr
     assert "batchjob merge" in done.stderr
     again = run_cli("run", "--engine", "fake", "--input", source, "--output", tmp_path / "out")
-    assert "nothing to do: 20 of 20 rows are done" in again.stderr
+    assert "nothing to do: 20 of 20 rows" in again.stderr
 
 
 def test_logit_bias_is_read_from_a_flag(source: Path, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_new_files_come_behind_and_old_parts_stay_as_they_are(nightly: Nightly) 
     result = nightly.run()
     assert (result.exit_code, result.rows_total, result.rows_done, result.rows_reused) == (0, 30, 30, 20)
     assert result.job_complete
-    assert any("added 10 rows of 1 new files in 2 chunks" in line for line in nightly.lines)
+    assert any("added 10 rows of 1 new file in 2 chunks" in line for line in nightly.lines)
     nightly.add("a.jsonl", [{"prompt": f"third {i}", "n": i} for i in range(3)])  # sorts before the others
     assert nightly.run().rows_done == 33
     after = parts_of(nightly.output)

@@ -191,7 +191,7 @@ def test_a_finished_job_is_a_matter_of_two_seconds(start: Start, source: Path, o
     again = start(patch=block)
     assert again.wait() == 0, again.text
     assert time.monotonic() - started < 2
-    assert "nothing to do: 1,000 of 1,000 rows are done" in again.text
+    assert "nothing to do: 1,000 of 1,000 rows" in again.text
 
 
 def test_without_a_supervisor_there_is_no_second_process(
