@@ -106,9 +106,7 @@ class Loop:
         """Until every chunk is committed, or a signal's drain is over."""
         self._chunks = chunks
         try:
-            for group in self._watcher.assignment.suspects:
-                if not self._is_over():
-                    self._run_apart(group)
+            self._run_suspects()
             while not self._is_over():
                 if self._backlog.full:
                     self._wait_for_room()
@@ -241,6 +239,26 @@ class Loop:
             requests.append(Request(row_index, sample_index, prompt.token_ids, params, stream, made))
 
     # -- rows that may bring the engine down
+
+    def _run_suspects(self) -> None:
+        """All groups, one after the other, behind one row that is no suspect: if the engine dies of that one too, it is
+        not the rows."""
+        groups = self._watcher.assignment.suspects
+        control = self._control_row({row for group in groups for row in group}) if groups else None
+        for group in [*([] if control is None else [(control,)]), *groups]:
+            if not self._is_over():
+                self._run_apart(group)
+
+    def _control_row(self, suspects: set[int]) -> int | None:
+        """The last free row of the first chunk that has one: far from its neighbours, and read soon in any case."""
+        for chunk in self._chunks.todo:
+            rows = set(range(chunk.row_index, chunk.row_index + chunk.num_rows)) - suspects - self._condemned.keys()
+            if not rows or not self._chunks.claim(chunk):
+                continue
+            opened = self._open_chunk(chunk)
+            if opened is not None and (free := rows - opened.complete_rows()):
+                return max(free)
+        return None
 
     def _run_apart(self, group: Sequence[int]) -> None:
         """Rows that were in an engine when it came down, with no others in the engine. They enter one at a time, so

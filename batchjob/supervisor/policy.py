@@ -59,6 +59,7 @@ class Policy:
         self._num_attempts += 1
         if end.num_finished:
             self._num_fruitless = self._num_attempts = self._num_device_ends = 0
+            self.suspects.others_got_through()
         if self._is_memory(end):
             self.halvings += 1
             self._num_fruitless = 0
@@ -85,7 +86,7 @@ class Policy:
         narrowed = self.suspects.accuse(end.in_flight, end.newest, end.how)
         is_condemned = len(self.suspects.condemned) > num_condemned
         self._max_accused = max(self._max_accused, len(end.in_flight))
-        if is_condemned or (narrowed and end.has_computed):
+        if is_condemned or (narrowed and (end.has_computed or self.suspects.are_compared(end.in_flight))):
             self._num_fruitless = 0
         elif not end.num_finished:
             self._num_fruitless += 1
@@ -103,14 +104,17 @@ class Policy:
 
     def _give_up(self, end: AttemptEnd) -> None:
         # Halving finds one row among n in so many attempts; if no row at all got through meanwhile, it is not the rows.
-        num_pending = len(self.suspects.condemned)
-        max_attempts = MAX_FRUITLESS + (1 + num_pending) * (NUM_PROOFS + self._max_accused.bit_length())
+        # At the end of a job there may be nothing left but bad rows: more patience if the engine was seen to work.
+        num_doubtful = self.suspects.num_doubtful
+        max_attempts = MAX_FRUITLESS + NUM_PROOFS * (1 + num_doubtful) + self._max_accused.bit_length()
+        if self.suspects.are_compared(end.in_flight):
+            max_attempts *= 3
         if self._num_device_ends >= MAX_DEVICE_ENDS:
             self.device_lost = True
             self.gave_up = f"the device failed {self._num_device_ends} times in a row"
         elif self._num_fruitless >= MAX_FRUITLESS or self._num_attempts >= max_attempts + self.halvings:
             self.gave_up = f"{self._num_attempts} attempts in a row came down without finishing a row"
-        elif num_pending > MAX_FRUITLESS:
-            self.gave_up = f"{num_pending} rows brought the engine down, each alone, and none got through in between"
+        elif num_doubtful > MAX_FRUITLESS:
+            self.gave_up = f"{num_doubtful} rows brought the engine down, each alone, and none got through in between"
         elif self._num_condemned > MAX_CONDEMNED:
             self.gave_up = f"{self._num_condemned} rows brought the engine down: that is more than bad rows"

@@ -4,6 +4,9 @@ When an engine dies, the rows in it are suspects. They run again apart from the 
 which the engine dies again is cut in two. A group that gets through costs no restart, so only guilty rows cost any: at
 most the logarithm of the number of rows in the engine, and two for the proof that a row kills it alone.
 
+Each attempt with suspects begins with one row that is none, and groups that have just failed go behind the others. So
+rows get through between two deaths of one row, if the engine is all right; if none does, it may not be the row.
+
 Most poison works at once, in the step that takes the row in. So those that came last are the first group, and groups
 are let in one row at a time: then the last one is a single row, and a typical case takes four restarts.
 """
@@ -23,10 +26,23 @@ class Suspects:
         self.groups: list[list[int]] = []
         self.condemned: dict[int, str] = {}
         self._alone: dict[int, int] = {}  # row -> times it killed the engine alone
+        self._compared: set[int] = set()  # suspects since whose first accusation other rows got through
 
     @property
     def rows(self) -> set[int]:
         return {row for group in self.groups for row in group} | set(self.condemned)
+
+    @property
+    def num_doubtful(self) -> int:
+        """Condemned rows since whose first accusation no other row got through: it may be the engine."""
+        return len(self.condemned.keys() - self._compared)
+
+    def others_got_through(self) -> None:
+        """Other rows were finished since the last `accuse`."""
+        self._compared |= self.rows
+
+    def are_compared(self, rows: Collection[int]) -> bool:
+        return self._compared.issuperset(rows)
 
     def clear(self, rows: Collection[int]) -> None:
         """These rows are finished."""
@@ -34,9 +50,11 @@ class Suspects:
         for row in rows:
             self.condemned.pop(row, None)
             self._alone.pop(row, None)
+        self._compared.difference_update(rows)
 
     def accuse(self, in_flight: Sequence[int], newest: Collection[int], how: str) -> bool:
-        """The engine died with these rows in it, oldest first. Returns whether a group has become smaller by that."""
+        """The engine died with these rows in it, oldest first. Returns whether more is known by that: a group is now
+        smaller, or a row has died alone once more."""
         accused = list(in_flight)
         if not accused:
             return False
@@ -46,12 +64,9 @@ class Suspects:
             return False
         self.groups.remove(group)
         others = [row for row in group if row not in set(accused)]
-        parts = self._split(accused, newest, how)
-        self.groups = parts + ([others] if others else []) + self.groups
-        if len(accused) == 1:  # behind the others: those that get through show that the engine works
-            self.groups += parts
-            del self.groups[: len(parts)]
-        return len(group) > 1
+        # They go behind all other groups: those that get through show meanwhile that the engine works.
+        self.groups += ([others] if others else []) + self._split(accused, newest, how)
+        return True
 
     def _split(self, accused: list[int], newest: Collection[int], how: str) -> list[list[int]]:
         """At most half of the rows in any part, the likeliest part first."""
