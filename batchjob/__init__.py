@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 from batchjob.errors import (
     BatchJobError,
     ConfigMismatchError,
+    DiskFullError,
     EngineError,
+    FileServerError,
     InputDataError,
     InputMissingError,
     OutputBusyError,
@@ -34,7 +36,9 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchJobError",
     "ConfigMismatchError",
+    "DiskFullError",
     "EngineError",
+    "FileServerError",
     "InputDataError",
     "InputMissingError",
     "JobSpec",

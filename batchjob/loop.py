@@ -169,7 +169,7 @@ class Loop:
 
     def _is_open_enough(self) -> bool:
         """At most 8 chunks, or as many as hold 16 rows per sequence slot if that is more. Where others may take chunks
-        from here, no more than fill the engine and its queue."""
+        too, no more than fill the engine and its queue."""
         fed = [self._open[index] for index in self._is_fed]
         if self._chunks.steals and sum(c.finished.num_expected - len(c.finished) for c in fed) >= self._window:
             return True
