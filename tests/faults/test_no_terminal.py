@@ -56,7 +56,12 @@ print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)
 @pytest.mark.parametrize(("environment", "ignored"), [({"SLURM_JOB_ID": "17"}, True), ({}, False)])
 def test_a_hangup_is_ignored_under_a_scheduler(environment: dict[str, str], ignored: bool) -> None:
     clean = {name: value for name, value in os.environ.items() if not name.endswith(("JOB_ID", "JOBID"))}
-    done = subprocess.run([sys.executable, "-c", HANGUP], env={**clean, **environment}, capture_output=True, check=True)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
+    try:
+        program = [sys.executable, "-c", HANGUP]
+        done = subprocess.run(program, env={**clean, **environment}, capture_output=True, check=True)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert done.stdout.strip() == str(ignored).encode()
 
 
