@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from batchjob.errors import InputDataError, InputMissingError
 from batchjob.io import jsonl, parquet
+from batchjob.io.footers import check_footers
 from batchjob.io.inputs import FoundFile, digest, find_inputs
 from batchjob.io.streams import iter_lines
 from batchjob.plan import Chunk, InputFile, Plan, Segment
@@ -187,6 +188,7 @@ def _scan_parquet(found: Sequence[FoundFile], limit: int | None) -> _Scan:
     schemas: list[tuple[str, pa.Schema]] = []
     warnings: list[str] = []
     left = limit
+    check_footers([item.path for item in found])
     for item in found:
         if left == 0 and files:
             break

@@ -15,9 +15,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from batchjob.errors import InputDataError
 from batchjob.io import jsonl
+from batchjob.io.planner import make_plan
 from batchjob.io.streams import iter_lines
 from batchjob.records import ROW_ERROR_TYPES, Completion, RowError
+from batchjob.spec import JobSpec
 from batchjob.store import wal
 
 json_values: Any = st.recursive(
@@ -109,9 +112,10 @@ def test_payloads_of_any_kind_are_objects_or_nothing(payloads: list[bytes]) -> N
 
 # pyarrow's reader is C++: it runs in a process of its own, which must not die of what it reads.
 READ_DAMAGED = """
-import random, resource, sys
+import os, random, resource, sys
 from pathlib import Path
 from batchjob.errors import BatchJobError
+from batchjob.io import footers, planner
 from batchjob.io.planner import make_plan
 from batchjob.io.reader import InputReader
 from batchjob.spec import JobSpec
@@ -120,6 +124,18 @@ good, place, seed, number = Path(sys.argv[1]).read_bytes(), Path(sys.argv[2]), i
 resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
 rng = random.Random(seed)
 kinds = {"refused": 0, "read": 0}
+
+def check_footers(paths):
+    # As the real one, in a fork: a fresh interpreter for each of a thousand files would take minutes.
+    pid = os.fork()
+    if pid == 0:
+        os.close(2)
+        footers.look(paths[0])
+        os._exit(0)
+    if os.waitpid(pid, 0)[1]:
+        raise BatchJobError("its footer is damaged")
+
+planner.check_footers = check_footers
 for trial in range(number):
     data = bytearray(good)
     for _ in range(rng.choice([1, 1, 2, 8])):
@@ -172,6 +188,31 @@ def test_damaged_parquet_is_refused_or_read(tmp_path: Path) -> None:
     refused, read = read_damaged(tmp_path, seed=1, number=150)
     assert refused + read == 150
     assert refused > 50
+
+
+def test_a_footer_that_brings_pyarrow_down_is_refused_by_name(tmp_path: Path) -> None:
+    """A histogram of levels that is longer than the schema allows: the length of its list is one byte of the footer."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    good, bad = tmp_path / "a-good.parquet", tmp_path / "b-bad.parquet"
+    pq.write_table(pa.table({"messages": [[{"role": "user", "content": "hi"}]] * 9, "prompt": ["x"] * 9}), good)
+    data = good.read_bytes()
+    fatal = 0
+    for at in range(len(data) - 8 - int.from_bytes(data[-8:-4], "little"), len(data) - 8):
+        if data[at] in (0x16, 0x36, 0x46, 0x56):  # a short list of 64-bit integers, with its length in the high half
+            bad.write_bytes(data[:at] + bytes([0x26 if data[at] != 0x26 else 0x36]) + data[at + 1 :])
+            done = subprocess.run([sys.executable, "-c", LOOK, str(bad)], capture_output=True, check=False)
+            if done.returncode < 0:
+                fatal += 1
+                with pytest.raises(InputDataError, match=r"b-bad\.parquet.*footer is damaged"):
+                    make_plan(JobSpec(input=(str(good), str(bad))))
+                break
+    assert fatal or pa.__version__ != TESTED, "the damage of which this pyarrow dies is another one now"
+
+
+LOOK = "import sys; from batchjob.io.footers import look; look(sys.argv[1])"
+TESTED = "26.0.1"
 
 
 @pytest.mark.long
