@@ -103,9 +103,9 @@ def _batch_rows(path: str, group: pq.RowGroupMetaData, names: Sequence[str]) -> 
     longest value it can give is the whole dictionary page.
     """
     average = max(group.total_byte_size, 1) // max(group.num_rows, 1)
-    usual = max(16, min(4096, _BATCH_BYTES // max(average, 1)))
+    usual: int = max(16, min(4096, _BATCH_BYTES // max(average, 1)))
     wanted = set(names)
-    worst = 1
+    worst: int = 1
     with open(path, "rb") as file:
         for i in range(group.num_columns):
             column = group.column(i)
@@ -116,7 +116,7 @@ def _batch_rows(path: str, group: pq.RowGroupMetaData, names: Sequence[str]) -> 
             ):
                 file.seek(column.dictionary_page_offset)
                 worst += _page_size(file.read(16)) or column.total_uncompressed_size
-    return max(1, min(usual, int(_WORST_BATCH_BYTES // worst)))
+    return max(1, min(usual, _WORST_BATCH_BYTES // worst))
 
 
 def _page_size(header: bytes) -> int | None:
