@@ -216,7 +216,8 @@ def _run(job: Job, watcher: Watcher, echo: Echo) -> RunResult:
     )
     result = RunResult(output=str(spec.output), rows_total=counts.rows_total, max_error_rate=spec.max_error_rate)
     result.rows_reused = counts.rows_done
-    others = [c for c in store.plan.chunks if c.index not in committed and c not in todo] if spec.steal else []
+    own = {chunk.index for chunk in mine}
+    others = [c for c in store.plan.chunks if c.index not in committed and c.index not in own] if spec.steal else []
     if todo or others or not store.plan.chunks:
         task = SlurmTask.from_environ()
         limit = time_limit(spec, task, echo)
