@@ -90,9 +90,11 @@ def run(spec: JobSpec, *, echo: Echo | None = None, watcher: Watcher | None = No
         raise UsageError("give --output: the directory that the rows go to")
     if not spec.input:
         raise UsageError("give --input: a JSONL or Parquet file, a directory or a glob")
+    task = SlurmTask.from_environ()
+    limit = time_limit(spec, task, echo)  # counts from here: planning and fetching a model take time too
     job = open_job(spec, echo)
     with closing(job.store):
-        result = _run(job, watcher, echo)
+        result = _run(job, watcher, task, limit, echo)
     result.warnings += job.store.warnings
     _add_earlier(result, watcher.assignment)
     echo(result.render())
@@ -197,7 +199,7 @@ def _refuse_difference(there: Manifest, asked: Manifest, output: Path) -> None:
 # -- running
 
 
-def _run(job: Job, watcher: Watcher, echo: Echo) -> RunResult:
+def _run(job: Job, watcher: Watcher, task: SlurmTask | None, limit: TimeLimit, echo: Echo) -> RunResult:
     spec, store = job.spec, job.store
     started = time.monotonic()
     if (done := store.done()) is not None:
@@ -219,8 +221,6 @@ def _run(job: Job, watcher: Watcher, echo: Echo) -> RunResult:
     own = {chunk.index for chunk in mine}
     others = [c for c in store.plan.chunks if c.index not in committed and c.index not in own] if spec.steal else []
     if todo or others or not store.plan.chunks:
-        task = SlurmTask.from_environ()
-        limit = time_limit(spec, task, echo)
         info = _attempt_info(spec, task, watcher.assignment)
         with watcher.stop(stop_signals(spec, limit)) as stop:
             limit.begin()

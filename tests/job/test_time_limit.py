@@ -137,3 +137,21 @@ def test_a_run_ends_in_time_with_nothing_begun_in_vain(
     assert (result.exit_code, result.stopped_by) == (75, "time limit")
     assert result.rows_done >= 4
     assert sum(num_sampled) == 20 * result.rows_done, "a row was begun that was not finished"
+
+
+def test_planning_counts_towards_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from batchjob.io import planner
+
+    make_plan = planner.make_plan
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(1.1)
+        return make_plan(*arguments, **options)
+
+    monkeypatch.setattr(planner, "make_plan", slow)
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a b"}\n' * 10)
+    spec = batchjob.JobSpec(
+        engine="fake", input=(str(tmp_path / "in.jsonl"),), output=str(tmp_path / "out"), time_limit="1s", progress="none"
+    )
+    result = batchjob.run(spec, echo=lambda line: None)
+    assert (result.exit_code, result.stopped_by, result.rows_done) == (75, "time limit", 0)
