@@ -149,9 +149,8 @@ def test_planning_counts_towards_the_time_limit(tmp_path: Path, monkeypatch: pyt
         return make_plan(*arguments, **options)
 
     monkeypatch.setattr(planner, "make_plan", slow)
-    (tmp_path / "in.jsonl").write_text('{"prompt": "a b"}\n' * 10)
-    spec = batchjob.JobSpec(
-        engine="fake", input=(str(tmp_path / "in.jsonl"),), output=str(tmp_path / "out"), time_limit="1s", progress="none"
-    )
+    source, output = tmp_path / "in.jsonl", tmp_path / "out"
+    source.write_text('{"prompt": "a b"}\n' * 10)
+    spec = batchjob.JobSpec(engine="fake", input=(str(source),), output=str(output), time_limit="1s", progress="none")
     result = batchjob.run(spec, echo=lambda line: None)
     assert (result.exit_code, result.stopped_by, result.rows_done) == (75, "time limit", 0)
