@@ -27,6 +27,14 @@ class EngineConfig:
     eos_token_ids: tuple[int, ...] = ()  # end tokens of generation_config, config and tokenizer together
     num_threads: int | None = None  # of the CPU; None leaves torch's choice
     halvings: int = 0  # how often the limits, given or found, are halved: memory ran out with them before
+    attention_backend: str = "auto"  # "auto" | a name of batchjob_kernels.select.BACKENDS
+    kv_cache_dtype: str = "auto"  # "auto" (that of the model) | "fp8"
+    fuse: bool = True  # swap parts of the model for faster ones where they give the same
+    cuda_graphs: bool = True  # replay decode steps as CUDA graphs; no effect on a CPU
+    async_scheduling: bool | None = None  # start the next step before the last one's tokens are known; None: on a GPU
+    decode_steps_per_launch: int = 1  # decode steps that the host starts at once
+    deterministic: bool = False  # results that do not depend, in any bit, on what else is in a step
+    tensor_parallel: int = 1  # processes that hold a share of the model each
 
     def halved(self, number: int, *, floor: int = 1) -> int:
         """A limit after the halvings, but not below `floor` if it was above."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -22,6 +23,35 @@ class Context(NamedTuple):
     last_block: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceLens:
+    """The lengths of a step on its device, for kernels that find their work by themselves.
+
+    With these, `AttnMeta.block_table` is a table of all slots, of which `table_rows` names the row of each sequence.
+    """
+
+    query_starts: Tensor  # int32 [num_seqs + 1]: where each sequence's new tokens begin in the packed step, and the end
+    kv_lens: Tensor  # int32 [num_seqs], new tokens included; at least 1
+    table_rows: Tensor  # int32 [num_seqs]
+
+
+@dataclass(frozen=True, slots=True)
+class Requirements:
+    """What a model, a device and a job ask of a backend; its `refusal` says what it lacks."""
+
+    device: torch.device
+    capability: tuple[int, int] | None  # compute capability of a CUDA device
+    dtype: torch.dtype  # of queries and outputs
+    kv_dtype: torch.dtype  # of the cache
+    head_dims: frozenset[int]
+    group_sizes: frozenset[int]  # query heads per KV head
+    block_size: int
+    windows: bool = False  # some layer has a sliding window
+    softcap: bool = False
+    sinks: bool = False
+    deterministic: bool = False
+
+
 @dataclass(eq=False)
 class AttnMeta:
     """One step over sequences laid end to end. Sequence i brings `query_lens[i]` new tokens, the last of its
@@ -29,11 +59,13 @@ class AttnMeta:
 
     query_lens: list[int]
     kv_lens: list[int]  # new tokens included
-    block_table: Tensor  # int64 [num_seqs, max_blocks]; past a sequence's last block: any block of finite numbers
+    block_table: Tensor  # int [num_seqs, max_blocks]; past a sequence's last block: any block of finite numbers
     slots: Tensor  # int64 [num_tokens]: block * block_size + offset where a new token's key and value go
     block_size: int
     contexts: list[Context] = field(default_factory=list)  # a hint: backends may ignore it; outer ones first
     plans: dict[Any, Any] = field(default_factory=dict)  # what a backend worked out for this step
+    device_lens: DeviceLens | None = None  # where given, `kv_lens` may be placeholders: in a captured graph
+    deterministic: bool = False  # a row's result must not depend, in any bit, on the other rows of the step
 
     def first_blocks(self) -> list[int]:
         """Per sequence, how many leading blocks the contexts cover."""
