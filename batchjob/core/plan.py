@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from batchjob.core.sequence import Sequence
 
 
 class Slice(NamedTuple):
-    """The tokens `seq.tokens[start:stop]`, whose KV this step writes and whose queries it runs."""
+    """Positions `start:stop` of a sequence, whose KV this step writes and whose queries it runs.
+
+    The token at `start` of a decode slice may still be in flight: then only the runner knows it.
+    """
 
     seq: Sequence
     start: int
     stop: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether a new token is sampled after the last one of these. Holds until the plan is committed."""
-        return self.stop == len(self.seq.tokens)
 
 
 class StepPlan:
@@ -25,35 +24,44 @@ class StepPlan:
 
     The first `num_decodes` slices are one token long and sample, so `slices[:num_decodes]` and `slices[num_decodes:]`
     split the step into decode and prefill. Plain data after construction; nothing in it changes with `commit`.
+
+    A decode-only plan may ask for `num_steps` decode steps in a row, each on the token that the one before it sampled.
+    Blocks are there for all of them, but for steps beyond a sequence's `max_len`: those must not write to its blocks.
     """
 
-    __slots__ = ("num_decodes", "num_tokens", "sampled", "slices")
+    __slots__ = ("grown", "num_decodes", "num_steps", "num_tokens", "sampled", "sampled_at", "slices")
 
     slices: list[Slice]
     num_decodes: int
+    num_steps: int
     num_tokens: int  # of all slices: rows of the packed input
-    sampled: list[Slice]  # those that sample, in order: `Handle.tokens()` gives one token for each
+    sampled: list[Slice]  # those after whose last position a token is sampled, in order
+    sampled_at: range | list[int]  # their indices in `slices`
+    grown: list[Sequence]  # of the decodes, those that have more blocks than when they were last in a plan
 
-    def __init__(self, slices: list[Slice], num_decodes: int | None = None) -> None:
-        """`num_decodes` is taken on trust where the caller knows it, else counted."""
-        self.slices = slices
-        self.num_decodes = num_decodes = _count_decodes(slices) if num_decodes is None else num_decodes
-        if num_decodes == len(slices):
-            self.num_tokens = num_decodes
-            self.sampled = slices
+    def __init__(
+        self,
+        decodes: list[Slice],
+        prefills: list[Slice] | None = None,
+        *,
+        sampling: Iterable[int] = (),
+        num_steps: int = 1,
+        grown: Iterable[Sequence] = (),
+    ) -> None:
+        """`sampling` are the indices of the prefills that reach the end of their tokens: one more is sampled there."""
+        prefills = prefills or []
+        self.slices = decodes + prefills if prefills else decodes
+        self.num_decodes = len(decodes)
+        self.num_tokens = len(decodes) + sum(piece.stop - piece.start for piece in prefills)
+        if prefills:
+            self.sampled_at = [*range(len(decodes)), *(len(decodes) + index for index in sampling)]
+            self.sampled = [self.slices[index] for index in self.sampled_at]
         else:
-            prefills = slices[num_decodes:]
-            self.num_tokens = num_decodes + sum(piece.stop - piece.start for piece in prefills)
-            self.sampled = slices[:num_decodes] + [piece for piece in prefills if piece.samples]
+            self.sampled_at, self.sampled = range(len(decodes)), decodes
+        self.num_steps = num_steps
+        self.grown = list(grown)
 
     @property
     def decode_only(self) -> bool:
         """Every slice is one token that samples: a step of fixed shape, given the number of slices."""
         return self.num_decodes == len(self.slices)
-
-
-def _count_decodes(slices: list[Slice]) -> int:
-    for count, piece in enumerate(slices):
-        if piece.stop - piece.start != 1 or not piece.samples:
-            return count
-    return len(slices)

@@ -5,8 +5,12 @@ three budgets: sequences, tokens per step, KV blocks. Prefill, a part of a long 
 a preemption and decode are all that one subtraction (after vLLM's scheduler, V1).
 
     schedule()   decodes in order of admission, then the rest of started prefills, then new rows from the queue
-    commit()     the step has run: tokens are appended, full blocks enter the prefix index
+    commit()     the step has run: its tokens are known now
     finish()     a sequence is over: its slot and blocks are free for the very next schedule()
+
+Steps run in the order in which they were scheduled. So the next one may be scheduled while one is in flight: blocks that
+are written by then may be shared, and blocks given back may be given out, before it has run. Only the values of its
+tokens are unknown; a sequence that they end has been scheduled once more in vain.
 """
 
 from __future__ import annotations
@@ -93,48 +97,64 @@ class Scheduler:
         self._waiting.append(Sequence(request, max_len))
         return None
 
-    def schedule(self) -> StepPlan | None:
-        """The next step, or None when there is nothing to do.
+    def schedule(self, num_steps: int = 1) -> StepPlan | None:
+        """The next step, or None when there is nothing to do now.
 
-        Afterwards `overgrown` holds the sequences that this call ended, because each alone fills the whole cache and
-        needs one more block. A plan that was never run may be dropped: the next call makes up for it.
+        A step of decodes alone may come as up to `num_steps` in a row, where blocks are free for them and no sequence
+        needs the host after each token. Afterwards `overgrown` holds the sequences that this call ended, because each
+        alone fills the whole cache and needs one more block. Every plan must be run, in order.
         """
         self.overgrown = []
         num_preemptions = self.num_preemptions
         block_size = self.pool.block_size
-        slices: list[Slice] = []
+        decodes: list[Slice] = []
+        prefills: list[Slice] = []
         started: list[Sequence] = []
+        grown: list[Sequence] = []
         for seq in list(self._running):
             if seq.slot < 0:
                 break  # preempted just now, as all that were admitted after it
             start = seq.num_computed
-            stop = len(seq.tokens)
             if start < seq.prefill_len:
                 started.append(seq)
-            elif stop <= len(seq.blocks) * block_size or self._grow(seq):
-                slices.append(Slice(seq, start, stop))
-        num_decodes = len(slices)
-        budget = self.max_num_batched_tokens - num_decodes
+                continue
+            stop = start + 1
+            if stop > len(seq.blocks) * block_size:
+                if not self._grow(seq):
+                    continue
+                grown.append(seq)
+            elif seq.num_in_flight and stop >= seq.max_len:
+                continue  # its last token is on its way
+            decodes.append(Slice(seq, start, stop))
+        budget = self.max_num_batched_tokens - len(decodes)
         for seq in started:
-            budget = self._prefill(seq, slices, budget)
+            budget = self._prefill(seq, prefills, budget)
         if self.num_preemptions == num_preemptions:
-            self._admit(slices, budget)
-        return StepPlan(slices, num_decodes) if slices else None
+            self._admit(prefills, budget)
+        if not decodes and not prefills:
+            return None
+        num_steps = 1 if prefills else self._reserve(decodes, num_steps, grown)
+        sampling = self._advance(decodes, prefills, num_steps)
+        return StepPlan(decodes, prefills, sampling=sampling, num_steps=num_steps, grown=grown)
 
     def commit(self, plan: StepPlan, tokens: list[int]) -> None:
-        """The plan has run and gave `tokens`, one for each of `plan.sampled`."""
-        for (seq, _, stop), token in zip(plan.sampled, tokens, strict=True):
-            seq.num_computed = stop
-            seq.tokens.append(token)
-        for seq, start, stop in plan.slices[plan.num_decodes :]:
-            seq.num_computed = stop
-            self.num_prompt_tokens_computed += max(0, min(stop, seq.num_prompt_tokens) - start)
-            if seq.chain is not None:
-                self._publish(seq, seq.chain, stop // self.pool.block_size)
+        """One step of the plan has run and gave `tokens`, one for each of `plan.sampled`.
+
+        Called once for each of its `num_steps`, in order. Tokens of sequences that are over by now are left out.
+        """
+        finished = SequenceState.FINISHED
+        for (seq, _, _), token in zip(plan.sampled, tokens, strict=True):
+            if seq.state is not finished:
+                seq.tokens.append(token)
+                seq.num_in_flight -= 1
 
     def finish(self, seq: Sequence) -> None:
-        """Takes a running sequence out, wherever it stands. Not between `schedule` and the `commit` of its plan."""
-        self._release(seq)
+        """Takes a sequence out, wherever it stands. Tokens of its that are in flight are of no interest any more."""
+        if seq.state is SequenceState.RUNNING:
+            self._release(seq)
+        else:
+            self._waiting.remove(seq)
+            self._stuck = None
         seq.state = SequenceState.FINISHED
 
     def drop_running(self) -> list[Sequence]:
@@ -153,19 +173,66 @@ class Scheduler:
 
     # -- running
 
+    def _advance(self, decodes: list[Slice], prefills: list[Slice], num_steps: int) -> list[int]:
+        """What these slices compute counts as computed. Returns the indices of the prefills that sample."""
+        if num_steps == 1:
+            for seq, _, stop in decodes:
+                seq.num_computed = stop
+                seq.num_in_flight += 1
+        else:
+            for seq, start, _ in decodes:
+                num_sampled = min(num_steps, seq.max_len - start - 1)
+                seq.num_computed += num_sampled
+                seq.num_in_flight += num_sampled
+        sampling = []
+        for index, (seq, start, stop) in enumerate(prefills):
+            seq.num_computed = stop
+            if stop == len(seq.tokens):
+                seq.num_in_flight += 1
+                sampling.append(index)
+            self.num_prompt_tokens_computed += max(0, min(stop, seq.num_prompt_tokens) - start)
+            if seq.chain is not None:
+                self._publish(seq, seq.chain, stop // self.pool.block_size)
+        return sampling
+
+    def _reserve(self, decodes: list[Slice], num_steps: int, grown: list[Sequence]) -> int:
+        """Blocks for up to `num_steps` decode steps of these sequences; returns for how many there are enough."""
+        if num_steps > 1 and any(seq.needs_host for seq, _, _ in decodes):
+            return 1
+        while num_steps > 1:
+            needs = [
+                (seq, self._num_blocks(min(start + num_steps, seq.max_len - 1)) - len(seq.blocks))
+                for seq, start, _ in decodes
+            ]
+            if sum(number for _, number in needs if number > 0) <= self.pool.num_free:
+                for seq, number in needs:
+                    if number > 0:
+                        self._extend(seq, number)
+                        grown.append(seq)
+                break
+            num_steps //= 2
+        return num_steps
+
+    def _extend(self, seq: Sequence, num_blocks: int) -> None:
+        could_grow = self._may_grow(seq)
+        seq.blocks += self.pool.allocate(num_blocks)
+        self._num_growing -= could_grow and not self._may_grow(seq)
+
     def _grow(self, seq: Sequence) -> bool:
-        """One more block for a decode, if need be from the latest admitted. False: `seq` itself had to go."""
+        """One more block for a decode, if need be from the latest admitted. False: it does not decode now."""
+        if seq.num_in_flight and seq.num_computed + 1 >= seq.max_len:
+            return False  # its last token is on its way
         if len(seq.blocks) == self.pool.num_blocks:
-            self.finish(seq)
-            self.overgrown.append(seq)
+            if not seq.num_in_flight:  # else that token may end it
+                self.finish(seq)
+                self.overgrown.append(seq)
             return False
         while not self.pool.num_free:
             latest = next(reversed(self._running))
             self._preempt(latest)
             if latest is seq:
                 return False
-        seq.blocks += self.pool.allocate(1)
-        self._num_growing -= not self._may_grow(seq)
+        self._extend(seq, 1)
         return True
 
     def _preempt(self, seq: Sequence) -> None:
@@ -174,7 +241,7 @@ class Scheduler:
         self.num_preempted += not seq.num_preemptions
         self.num_recomputed_tokens += seq.num_computed
         seq.num_lost = seq.num_computed
-        num_full = seq.num_computed // self.pool.block_size
+        num_full = min(seq.num_computed, len(seq.tokens)) // self.pool.block_size
         self.pool.register(self._chain(seq, num_full), seq.blocks, num_full)
         self._release(seq)
         seq.num_preemptions += 1
@@ -208,6 +275,8 @@ class Scheduler:
         passed_over: list[Sequence] = []
         while budget and waiting and self._free_slots and len(passed_over) < _MAX_LOOK_AHEAD:
             seq = waiting[0]
+            if seq.num_in_flight:
+                break  # preempted with its newest token unknown
             num_usable = self.pool.num_free - self._num_growing
             if self._stuck and self._stuck[0] is seq and self._stuck[1] > num_usable:
                 break
@@ -303,8 +372,10 @@ class Scheduler:
         assert self._num_growing == sum(self._may_grow(seq) for seq in running)
         for seq in running:
             assert seq.state is SequenceState.RUNNING
-            assert seq.num_computed < len(seq.tokens) <= seq.max_len
-            assert self._num_blocks(seq.num_computed) <= len(seq.blocks) <= self._num_blocks(len(seq.tokens))
+            num_tokens = len(seq.tokens) + seq.num_in_flight
+            assert seq.num_computed < num_tokens <= seq.max_len
+            assert seq.num_computed >= seq.prefill_len or not seq.num_in_flight
+            assert self._num_blocks(seq.num_computed) <= len(seq.blocks) <= self._num_blocks(num_tokens)
         for seq in self._waiting:
             assert seq.state is SequenceState.WAITING
             assert (seq.slot, seq.blocks, seq.num_computed) == (-1, [], 0)

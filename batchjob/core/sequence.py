@@ -19,16 +19,20 @@ class SequenceState(Enum):
 class Sequence:
     """Compared and hashed by identity.
 
-    `tokens` is prompt + output and only grows. The KV of `tokens[:num_computed]` lies in `blocks`, the block table:
-    position p is in block `blocks[p // block_size]` at offset `p % block_size`. A step advances `num_computed`
-    towards `len(tokens)`; when it gets there, one more token is sampled.
+    `tokens` is prompt + output and only grows. The KV of the first `num_computed` tokens lies in `blocks`, the block
+    table: position p is in block `blocks[p // block_size]` at offset `p % block_size`. A step advances `num_computed`
+    towards the number of tokens; when it gets there, one more token is sampled.
+
+    Steps run in the order in which they were scheduled, so what a scheduled step will have done counts as done:
+    `num_computed` takes it in, and its tokens, whose values are not known yet, are `num_in_flight`.
     """
 
     request: Request = field(repr=False)
     max_len: int  # prompt + output tokens at most; the engine ends the sequence there
     tokens: list[int] = field(init=False, repr=False)
     num_prompt_tokens: int = field(init=False)
-    num_computed: int = field(init=False, default=0)  # tokens whose KV is in the cache
+    num_computed: int = field(init=False, default=0)  # tokens whose KV is in the cache once scheduled steps have run
+    num_in_flight: int = field(init=False, default=0)  # tokens of scheduled steps, behind `tokens`
     blocks: list[int] = field(init=False, repr=False, default_factory=list)
     slot: int = field(init=False, default=-1)  # the same index < max_num_seqs as long as it runs, else -1
     state: SequenceState = field(init=False, default=SequenceState.WAITING)
@@ -42,7 +46,13 @@ class Sequence:
         self.num_prompt_tokens = len(self.request.token_ids)
 
     @property
+    def needs_host(self) -> bool:
+        """Whether each of its tokens must be looked at before the next is worth computing: stop strings are text."""
+        return bool(self.request.params.stop)
+
+    @property
     def num_output_tokens(self) -> int:
+        """Of those that are known."""
         return len(self.tokens) - self.num_prompt_tokens
 
     @property

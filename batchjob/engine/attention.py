@@ -71,13 +71,34 @@ class StepContext:
     ) -> Tensor:
         """Stores `kv` [num_tokens, 2, kv_heads, head_dim], then attends; `q` and result: [num_tokens, heads, dim]."""
         assert self.meta is not None
-        assert self.cache is not None
         assert self.backend is not None
-        layer = self.cache.layers[layer_index]
+        layer = self.layer(layer_index)
         self.backend.write_kv(kv, layer, self.meta)
         return self.backend.paged_attention(
             q, kv, layer, self.meta, scale=scale, window=window, softcap=softcap, sinks=sinks
         )
+
+    def attend_written(
+        self,
+        layer_index: int,
+        q: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """The same where the step's keys and values are in the cache already."""
+        assert self.meta is not None
+        assert self.backend is not None
+        return self.backend.paged_attention(
+            q, None, self.layer(layer_index), self.meta, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
+
+    def layer(self, layer_index: int) -> Tensor:
+        """The cache of one layer."""
+        assert self.cache is not None
+        return self.cache.layers[layer_index]
 
 
 def injected_attention(

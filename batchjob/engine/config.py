@@ -51,15 +51,17 @@ class Capacity:
     max_num_batched_tokens: int
     vocab_size: int  # width of the logits
     description: str  # one line for the header: device, dtype, KV memory
+    async_scheduling: bool = False  # a step may be started before the tokens of the one before it are known
 
 
 class Handle(Protocol):
     """One step that has been started."""
 
-    def tokens(self) -> list[int]:
-        """Waits for the step and returns one new token id per slice of `plan.sampled`, in that order.
+    def tokens(self) -> list[list[int]]:
+        """Waits for the plan and returns, for each of its `num_steps`, one new token id per slice of `plan.sampled`.
 
-        -1 stands for "the logits of this row are not finite numbers": the row fails, the others go on.
+        -1 stands for "the logits of this row are not finite numbers": the row fails, the others go on. What a row gets
+        after the token that ends it has no meaning.
         """
         ...
 
@@ -76,7 +78,11 @@ class Runner(Protocol):
         ...
 
     def execute(self, plan: StepPlan) -> Handle:
-        """Starts one step. The plan's sequences do not change until the handle's `tokens()` has returned."""
+        """Starts one step, or as many in a row as the plan says.
+
+        With `async_scheduling` the step before it may still be in flight, and its tokens unknown to the host; without,
+        the plan's sequences do not change until the handle's `tokens()` has returned.
+        """
         ...
 
     def close(self) -> None:

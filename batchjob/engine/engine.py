@@ -1,6 +1,8 @@
 """`Engine`: requests in, completions out. Joins the scheduler (what to compute) and a runner (computes it).
 
-Knows nothing of tensors, files or devices. One step is: schedule, execute, commit, return what is over.
+Knows nothing of tensors, files or devices. One step is: schedule, execute, commit, return what is over. Where the runner
+can, the next step is scheduled and started before the tokens of the last one are fetched, so that the device does not
+wait for the host.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from dataclasses import dataclass, replace
 from batchjob.core.blocks import BlockPool
 from batchjob.core.plan import StepPlan
 from batchjob.core.scheduler import Scheduler
-from batchjob.core.sequence import Sequence
-from batchjob.engine.config import Detokenizer, EngineConfig, Runner
+from batchjob.core.sequence import Sequence, SequenceState
+from batchjob.engine.config import Detokenizer, EngineConfig, Handle, Runner
 from batchjob.engine.stops import StopStrings
 from batchjob.errors import BatchJobError, EngineError
 from batchjob.records import Completion, Request, RowError
@@ -28,6 +30,7 @@ class EngineStats:
     num_steps: int
     num_batched_tokens: int  # tokens run through the model, prompt and output
     num_sampled: int  # output tokens, those of failed rows included
+    num_wasted: int  # sampled for rows that were over by then: the price of not waiting for each token
     num_prompt_tokens: int  # of all accepted requests; the n samples of a row count n times
     num_prompt_tokens_computed: int
     num_cached_tokens: int  # found in the prefix cache instead
@@ -70,7 +73,9 @@ class Engine:
         self._suspects = {*config.eos_token_ids, _NO_TOKEN}  # tokens that may end a row; others are not looked at
         self._has_stop_strings = False  # so that a job without any never asks
         self._stop_strings: dict[Sequence, StopStrings] = {}  # of rows that have made a token
-        self._num_steps = self._num_batched_tokens = self._num_sampled = self._num_prompt_tokens = 0
+        self._decode_steps = config.decode_steps_per_launch
+        self._in_flight: tuple[StepPlan, Handle] | None = None
+        self._num_steps = self._num_batched_tokens = self._num_sampled = self._num_prompt_tokens = self._num_wasted = 0
         self._runner_seconds = 0.0
 
     # -- queue
@@ -98,7 +103,7 @@ class Engine:
         return self._scheduler.num_running
 
     def has_unfinished(self) -> bool:
-        return self._scheduler.num_running > 0 or self._scheduler.num_waiting > 0
+        return self._in_flight is not None or self._scheduler.num_running > 0 or self._scheduler.num_waiting > 0
 
     def drop_waiting(self) -> list[Request]:
         """Takes out whatever does not run now, preempted rows included, and returns it. Running rows go on.
@@ -124,40 +129,62 @@ class Engine:
     def step(self) -> list[Completion]:
         """Computes one step and returns the rows that are over. An empty list if there was nothing to do.
 
-        Raises EngineError if the runner fails. No row is lost by that: what has not been returned is unfinished.
+        With `async_scheduling` it starts one step and returns what the step before it has ended. Raises EngineError if
+        the runner fails. No row is lost by that: what has not been returned is unfinished.
         """
         scheduler = self._scheduler
-        plan = scheduler.schedule()
+        plan = scheduler.schedule(self._decode_steps)
         done = [self._end_overgrown(seq) for seq in scheduler.overgrown]
-        if plan is None:
-            if not done and self.has_unfinished():
-                raise EngineError(f"no step can be made with {self.num_waiting} waiting rows: this is a bug")
-            return done
-        tokens = self._execute(plan)
-        scheduler.commit(plan, tokens)
-        suspects, has_stop_strings = self._suspects, self._has_stop_strings
-        for (seq, _, _), token in zip(plan.sampled, tokens, strict=True):
-            if token in suspects or len(seq.tokens) >= seq.max_len or (has_stop_strings and seq.request.params.stop):
-                completion = self._check(seq, token)
-                if completion is not None:
-                    done.append(completion)
+        started = None if plan is None else (plan, self._start(plan))
+        if self.capacity.async_scheduling:
+            started, self._in_flight = self._in_flight, started
+        if started is not None:
+            self._collect(*started, done)
+        elif not done and self._in_flight is None and self.has_unfinished():
+            raise EngineError(f"no step can be made with {self.num_waiting} waiting rows: this is a bug")
         return done
 
-    def _execute(self, plan: StepPlan) -> list[int]:
+    def _start(self, plan: StepPlan) -> Handle:
         if self._before_step is not None:
             self._before_step(plan)
         started = time.perf_counter()
         try:
-            tokens = self._runner.execute(plan).tokens()
+            handle = self._runner.execute(plan)
         except BatchJobError:
             raise
         except Exception as error:
             raise EngineError(self._describe_failure(plan, error)) from error
         self._runner_seconds += time.perf_counter() - started
-        self._num_steps += 1
-        self._num_batched_tokens += plan.num_tokens
-        self._num_sampled += len(tokens)
-        return tokens
+        return handle
+
+    def _collect(self, plan: StepPlan, handle: Handle, done: list[Completion]) -> None:
+        """Waits for a plan's tokens, takes them in, and adds to `done` the rows that they end."""
+        started = time.perf_counter()
+        try:
+            steps = handle.tokens()
+        except BatchJobError:
+            raise
+        except Exception as error:
+            raise EngineError(self._describe_failure(plan, error)) from error
+        self._runner_seconds += time.perf_counter() - started
+        self._num_steps += plan.num_steps
+        self._num_batched_tokens += plan.num_tokens * plan.num_steps
+        scheduler, finished = self._scheduler, SequenceState.FINISHED
+        for tokens in steps:
+            scheduler.commit(plan, tokens)
+            suspects, has_stop_strings = self._suspects, self._has_stop_strings
+            self._num_sampled += len(tokens)
+            for (seq, _, _), token in zip(plan.sampled, tokens, strict=True):
+                if seq.state is finished:
+                    self._num_wasted += 1
+                elif (
+                    token in suspects
+                    or len(seq.tokens) >= seq.max_len
+                    or (has_stop_strings and seq.request.params.stop)
+                ):
+                    completion = self._check(seq, token)
+                    if completion is not None:
+                        done.append(completion)
 
     def _describe_failure(self, plan: StepPlan, error: Exception) -> str:
         rows = sorted({piece.seq.request.row_index for piece in plan.slices})
@@ -249,7 +276,8 @@ class Engine:
         return EngineStats(
             num_steps=self._num_steps,
             num_batched_tokens=self._num_batched_tokens,
-            num_sampled=self._num_sampled,
+            num_sampled=self._num_sampled - self._num_wasted,
+            num_wasted=self._num_wasted,
             num_prompt_tokens=self._num_prompt_tokens,
             num_prompt_tokens_computed=scheduler.num_prompt_tokens_computed,
             num_cached_tokens=scheduler.num_cached_tokens,

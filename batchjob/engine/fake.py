@@ -39,6 +39,7 @@ def fake_capacity(config: EngineConfig) -> Capacity:
         max_num_seqs=config.halved(config.max_num_seqs or 256),
         max_num_batched_tokens=config.halved(config.max_num_batched_tokens or 8192),
         vocab_size=VOCAB_SIZE,
+        async_scheduling=bool(config.async_scheduling),
         description=f"fake, no model, {num_blocks * block_size} tokens of KV",
     )
 
@@ -46,10 +47,10 @@ def fake_capacity(config: EngineConfig) -> Capacity:
 class FakeHandle:
     __slots__ = ("_tokens",)
 
-    def __init__(self, tokens: list[int]) -> None:
+    def __init__(self, tokens: list[list[int]]) -> None:
         self._tokens = tokens
 
-    def tokens(self) -> list[int]:
+    def tokens(self) -> list[list[int]]:
         return self._tokens
 
 
@@ -92,15 +93,18 @@ class FakeRunner:
         self._num_steps += 1
         self._misbehave(plan)
         owners, answers = self._owners, self._answers
-        tokens = []
-        for seq, _, stop in plan.sampled:
-            slot = seq.slot
-            if owners[slot] is not seq:
-                owners[slot] = seq
-                answers[slot] = self._answer(seq)
-            answer = answers[slot]
-            tokens.append(answer[(stop - seq.num_prompt_tokens) % len(answer)])
-        return FakeHandle(tokens)
+        for seq, _, _ in plan.sampled:
+            if owners[seq.slot] is not seq:
+                owners[seq.slot] = seq
+                answers[seq.slot] = self._answer(seq)
+        steps = []
+        for step in range(plan.num_steps):
+            tokens = []
+            for seq, _, stop in plan.sampled:
+                answer = answers[seq.slot]
+                tokens.append(answer[(stop + step - seq.num_prompt_tokens) % len(answer)])
+            steps.append(tokens)
+        return FakeHandle(steps)
 
     def close(self) -> None:
         self._owners, self._answers = [], []

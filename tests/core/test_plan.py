@@ -8,17 +8,13 @@ def seq(make_request):
     return Sequence(make_request(0, range(10)), max_len=14)
 
 
-def test_a_slice_samples_when_it_reaches_the_newest_token(seq):
-    assert Slice(seq, 4, 10).samples
-    assert not Slice(seq, 4, 9).samples
-
-
 def test_a_plan_counts_its_tokens_and_lists_what_samples(make_request):
     seqs = [Sequence(make_request(row, range(10)), max_len=14) for row in range(3)]
-    plan = StepPlan([Slice(seqs[0], 9, 10), Slice(seqs[1], 0, 10), Slice(seqs[2], 2, 5)])
+    plan = StepPlan([Slice(seqs[0], 9, 10)], [Slice(seqs[1], 2, 5), Slice(seqs[2], 0, 10)], sampling=[1])
     assert plan.num_tokens == 14
     assert plan.num_decodes == 1
-    assert plan.sampled == plan.slices[:2]
+    assert plan.sampled == [plan.slices[0], plan.slices[2]]
+    assert list(plan.sampled_at) == [0, 2]
     assert not plan.decode_only
 
 
@@ -26,17 +22,12 @@ def test_a_plan_of_single_tokens_that_sample_is_decode_only(seq):
     plan = StepPlan([Slice(seq, 9, 10)])
     assert plan.decode_only
     assert plan.sampled == plan.slices
+    assert list(plan.sampled_at) == [0]
     assert plan.num_tokens == 1
 
 
 def test_a_single_token_that_does_not_sample_is_no_decode(seq):
-    assert not StepPlan([Slice(seq, 0, 1)]).decode_only
-
-
-def test_what_a_plan_samples_does_not_change_when_tokens_are_appended(seq):
-    plan = StepPlan([Slice(seq, 0, 10)])
-    seq.tokens.append(1)
-    assert plan.sampled == [Slice(seq, 0, 10)]
+    assert not StepPlan([], [Slice(seq, 0, 1)]).decode_only
 
 
 def test_a_sequence_has_its_own_copy_of_the_prompt(make_request):

@@ -164,18 +164,6 @@ def test_rows_that_cannot_grow_may_fill_the_cache(make_runner, make_request):
     assert runner.step() == [(0, 0, 4), (1, 0, 4), (2, 0, 4), (3, 0, 4)]
 
 
-def test_a_plan_that_was_never_run_can_be_dropped(make_runner, make_request):
-    runner = make_runner(max_num_batched_tokens=8)
-    runner.add(*(make_request(row, [row] * 6, max_tokens=3) for row in range(4)))
-    runner.step()
-    for _ in range(3):
-        assert runner.scheduler.schedule() is not None
-        runner.scheduler.check()
-    runner.run()
-    requests = [make_request(row, [row] * 6) for row in range(4)]
-    assert runner.outputs == {(row, 0): runner.model.answer(requests[row], 3) for row in range(4)}
-
-
 def test_drop_waiting_takes_out_all_that_does_not_run(make_runner, make_request):
     runner = make_runner(max_num_seqs=1)
     runner.add(*(make_request(row, range(9), max_tokens=2) for row in range(3)))  # rows 1 and 2 share the prefix of 0

@@ -25,9 +25,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5),
         max_num_batched_tokens=st.integers(1, 12),
         prefix_caching=st.booleans(),
+        ahead=st.booleans(),
+        num_steps=st.integers(1, 5),
+        eos=st.sampled_from([None, 0]),
     )
-    def start(self, num_blocks, block_size, **limits):
-        self.runner = self.make_runner(num_blocks, block_size, max_model_len=40, **limits)
+    def start(self, num_blocks, block_size, **settings):
+        self.runner = self.make_runner(num_blocks, block_size, max_model_len=40, **settings)
         self.scheduler = self.runner.scheduler
 
     @rule(
@@ -51,12 +54,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(count):
             if self.runner.step() is None:
                 assert self.scheduler.num_waiting == self.scheduler.num_running == 0
-
-    @rule()
-    def schedule_without_running_it(self):
-        self.scheduler.schedule()
-        self.runner.overgrown += self.scheduler.overgrown
-        self.scheduler.check()
 
     @precondition(lambda self: self.runner.running)
     @rule(data=st.data())
@@ -96,7 +93,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         ended = [*self.runner.outputs, *overgrown, *self.gone]
         assert sorted(ended) == sorted(self.requests)  # each exactly once
         for key, tokens in self.runner.outputs.items():
-            assert tokens == self.runner.model.answer(self.requests[key], len(tokens))
+            request = self.requests[key]
+            num_tokens = min(request.params.max_tokens, 40 - len(request.token_ids))
+            assert tokens == self.runner.model.answer(request, num_tokens, self.runner.eos)
         for seq in overgrown.values():
             assert len(seq.tokens) == self.runner.pool.num_blocks * self.runner.pool.block_size + 1
 

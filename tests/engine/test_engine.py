@@ -34,25 +34,33 @@ class ScriptedRunner:
     """Answers row i with `answers[i]`, and again from the start where that is over. A callable may do more."""
 
     def __init__(
-        self, answers: Sequence[Sequence[int]], before: Callable[[StepPlan], Any] = lambda plan: None, **limits: int
+        self,
+        answers: Sequence[Sequence[int]],
+        before: Callable[[StepPlan], Any] = lambda plan: None,
+        *,
+        async_scheduling: bool = False,
+        **limits: int,
     ):
         self.answers = answers
         self.before = before
+        self.async_scheduling = async_scheduling
         self.limits = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32} | limits
         self.closed = False
         self.plans: list[StepPlan] = []
 
     def capacity(self) -> Capacity:
-        return Capacity(**self.limits, vocab_size=0x110000, description="scripted")
+        return Capacity(
+            **self.limits, vocab_size=0x110000, description="scripted", async_scheduling=self.async_scheduling
+        )
 
     def execute(self, plan: StepPlan) -> FakeHandle:
         self.before(plan)
         self.plans.append(plan)
-        tokens = []
-        for seq, _, stop in plan.sampled:
-            answer = self.answers[seq.request.row_index]
-            tokens.append(answer[(stop - seq.num_prompt_tokens) % len(answer)])
-        return FakeHandle(tokens)
+        steps = []
+        for step in range(plan.num_steps):
+            answers = [(self.answers[seq.request.row_index], stop - seq.num_prompt_tokens) for seq, _, stop in plan.sampled]
+            steps.append([answer[(position + step) % len(answer)] for answer, position in answers])
+        return FakeHandle(steps)
 
     def close(self) -> None:
         self.closed = True
@@ -320,24 +328,20 @@ class TestFailures:
         with pytest.raises(StorageError, match="disk full"):
             engine.step()
 
-    def test_a_step_that_failed_can_be_made_again(self) -> None:
-        failures = iter([True, False, True])
-
-        def sometimes(plan: StepPlan) -> None:
-            if next(failures, False):
+    @pytest.mark.parametrize("async_scheduling", [False, True])
+    def test_after_a_failed_step_rows_come_back_with_what_they_have(self, async_scheduling: bool) -> None:
+        def third(plan: StepPlan) -> None:
+            if len(runner.plans) == 3:
                 raise RuntimeError("once")
 
-        engine = Engine(
-            ScriptedRunner([codes("abc$")], sometimes), Letters(), EngineConfig(max_model_len=50, eos_token_ids=(EOS,))
-        )
+        runner = ScriptedRunner([codes("abc$")], third, async_scheduling=async_scheduling)
+        engine = Engine(runner, Letters(), EngineConfig(max_model_len=50, eos_token_ids=(EOS,)))
         engine.add(Request(0, 0, [65], SamplingParams(), 0))
-        done = []
-        while engine.has_unfinished():
-            try:
-                done += engine.step()
-            except EngineError:
-                continue
-        assert [completion.text for completion in done] == ["abc"]
+        with pytest.raises(EngineError, match="once"):
+            while engine.has_unfinished():
+                engine.step()
+        [request] = engine.drop_running()
+        assert request.output_token_ids == tuple(codes("abc"))[: 2 if async_scheduling else 3]
 
 
 def test_nothing_to_do_is_an_empty_list() -> None:

@@ -32,7 +32,7 @@ def _low_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def arrange(slices: list[Slice]) -> tuple[list[int], list[Context]]:
-    return SharedPrefixes(SIZE).arrange(StepPlan(slices, 0))
+    return SharedPrefixes(SIZE).arrange(StepPlan([], slices))
 
 
 def test_rows_without_common_blocks_are_sorted_by_length_with_prompt_parts_last() -> None:

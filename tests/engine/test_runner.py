@@ -49,8 +49,9 @@ def sequence(tokens: list[int], slot: int, blocks: list[int]) -> Sequence:
 
 
 def step(runner: TorchRunner, *slices: tuple[Sequence, int, int]) -> list[int]:
-    tokens = runner.execute(StepPlan([Slice(*piece) for piece in slices])).tokens()
-    sampled = [seq for seq, _, stop in slices if stop == len(seq.tokens)]
+    sampling = [index for index, (seq, _, stop) in enumerate(slices) if stop == len(seq.tokens)]
+    [tokens] = runner.execute(StepPlan([], [Slice(*piece) for piece in slices], sampling=sampling)).tokens()
+    sampled = [slices[index][0] for index in sampling]
     for seq, token in zip(sampled, tokens, strict=True):
         seq.tokens.append(token)
     return tokens
