@@ -432,4 +432,5 @@ def validate(spec: JobSpec) -> Report:
 
     if not spec.input:
         raise UsageError("give --input: a JSONL or Parquet file, a directory or a glob")
-    return validate_job(spec, resolve_settings(spec))
+    anywhere = spec if spec.devices == "auto" else spec.replace(device="cpu", devices="auto")
+    return validate_job(spec, resolve_settings(anywhere))

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchjob.devices import only_device
 from batchjob.errors import UsageError
 from batchjob.sampling import SamplingParams
 from batchjob.spec import JobSpec
@@ -75,7 +76,7 @@ def resolve_settings(spec: JobSpec, frozen: Mapping[str, Any] | None = None) -> 
     """
     given = spec.given_sampling()
     job_seed = given.pop("seed", 0)
-    device = _device(spec.device)
+    device, _ = only_device(spec)
     if spec.engine == "fake":
         return Settings(
             model=None,
@@ -166,12 +167,3 @@ def parse_memory(text: str | None, *, name: str = "--kv-cache-memory") -> int | 
     if size < 1:
         raise UsageError(f"{name} must be above 0")
     return size
-
-
-def _device(wanted: str) -> str:
-    """Resolves "auto" without importing torch: a GPU is there if its device file is."""
-    if wanted == "auto":
-        return "cuda" if Path("/dev/nvidiactl").exists() or Path("/dev/nvidia0").exists() else "cpu"
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", wanted):
-        raise UsageError(f"--device must be auto, cpu, cuda or cuda:N, not {wanted!r}")
-    return wanted

@@ -103,7 +103,15 @@ class JobSpec:
         choices=("transformers", "fake"),
         section="engine",
     )
-    device: str = _f("auto", "auto, cpu, cuda or cuda:N.", section="engine")
+    device: str = _f(
+        "auto", "Exactly one device: cpu, cuda or cuda:N. [default: what --devices says]", section="engine"
+    )
+    devices: str = _f(
+        "auto",
+        "One worker for each of these devices: auto (every visible GPU, else the CPU), all (the same, but an error "
+        "without a GPU), or a list such as 0,1 or cpu,cpu.",
+        section="engine",
+    )
     dtype: str = _f(
         "auto",
         "auto (the checkpoint's on a GPU, float32 on a CPU), float32, bfloat16 or float16.",
@@ -223,6 +231,10 @@ class JobSpec:
             (
                 not (self.extend and self.limit is not None),
                 "--extend and --limit exclude each other: new files come after the limit",
+            ),
+            (
+                self.device == "auto" or self.devices == "auto",
+                "--device and --devices exclude each other: --device is for exactly one",
             ),
             (self.block_size >= 1, f"--block-size must be at least 1, not {self.block_size}"),
             (self.limit is None or self.limit >= 0, f"--limit must be at least 0, not {self.limit}"),

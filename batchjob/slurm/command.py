@@ -58,9 +58,12 @@ def write_job(
         raise UsageError("a job for SLURM needs --output and --input")
     output = spec.output
     spec = spec.replace(num_shards=options.num_tasks)
-    wants_gpu = any("gpu" in option for option in options.sbatch)
-    # The dtype is frozen here, and the machine that tasks are submitted from often has no GPU.
-    job = open_job(spec.replace(device="cuda") if wants_gpu and spec.device == "auto" else spec, echo)
+    wants_gpu = any("gpu" in option for option in options.sbatch) or spec.devices != "auto"
+    if wants_gpu and spec.device == "auto" and "cpu" not in spec.devices:
+        # The dtype is frozen here, and the machine that tasks are submitted from often has no GPU.
+        job = open_job(spec.replace(device="cuda", devices="auto"), echo)
+    else:
+        job = open_job(spec, echo)
     num_chunks = len(job.store.plan.chunks)
     job.store.close()
     if num_chunks < options.num_tasks:
