@@ -22,10 +22,9 @@ from batchjob.core.sequence import Sequence
 from batchjob.engine.filters import filter_weights
 from batchjob.engine.logits import LogitEditor
 from batchjob.engine.philox import exponential, philox4x32
+from batchjob_kernels.sampling_layout import GROUP, GROUP_LEVEL, TOKEN_LEVEL  # GROUP: about the root of a vocabulary
 
-GROUP = 256  # token ids per group of the two-level draw: about the root of a vocabulary; four to a Philox counter
 _CACHE_BYTES = 1 << 21  # rows worked on at once on a CPU: what stays in its cache is 5 times as fast
-_TOKEN_LEVEL, _GROUP_LEVEL = 0, 1
 
 
 class Sampler:
@@ -56,15 +55,15 @@ class Sampler:
             else:
                 greedy.append(row)
         if len(greedy) == len(seqs):
-            return _argmax(logits)
+            return first_largest(logits)
         tokens = torch.empty(len(seqs), dtype=torch.int64, device=self._device)
         if greedy:
             index = self._ints(greedy)
-            tokens[index] = _argmax(logits[index])
+            tokens[index] = first_largest(logits[index])
         for rows in self._blocks(edited):
             work = self._load(logits, rows)
             self._editor.edit(work, [seqs[row] for row in rows])
-            tokens[self._ints(rows)] = _argmax(work)
+            tokens[self._ints(rows)] = first_largest(work)
         if random:
             tokens[self._ints(random)] = self._draw(logits, random, seqs)
         return tokens
@@ -75,8 +74,7 @@ class Sampler:
         streams = [seq.request.stream for seq in seqs]
         key = self._ints([stream & 0xFFFFFFFF for stream in streams]), self._ints([s >> 32 for s in streams])
         position = self._ints([seq.num_output_tokens for seq in seqs])
-        noise = self._noise(key, position, torch.zeros_like(position), -(-self._num_groups // 4), _GROUP_LEVEL)
-        noise = noise[:, : self._num_groups]  # [len(rows), groups]
+        noise = group_noise(key, position, self._num_groups)
         best: list[Tensor] = []
         groups: list[Tensor] = []
         weights: list[Tensor] = []
@@ -89,8 +87,7 @@ class Sampler:
             weights.append(work[torch.arange(len(block), device=self._device), groups[-1]])
             done = stop
         group, weight = torch.cat(groups), torch.cat(weights)  # [len(rows)], [len(rows), GROUP]
-        noise = self._noise(key, position, group * (GROUP // 4), GROUP // 4, _TOKEN_LEVEL)
-        token = group * GROUP + torch.argmax(weight.double() / noise, dim=1)
+        token = group * GROUP + torch.argmax(weight.double() / token_noise(key, position, group), dim=1)
         return torch.where(torch.isfinite(torch.cat(best)), token, -1)
 
     def _weigh(self, work: Tensor, seqs: list[Sequence]) -> Tensor:
@@ -110,15 +107,6 @@ class Sampler:
         work.exp_()
         filter_weights(self._scratch[: len(seqs)], params)
         return best
-
-    def _noise(self, key: tuple[Tensor, Tensor], position: Tensor, first: Tensor, width: int, level: int) -> Tensor:
-        """Exponential draws float64 [rows, 4 * width] of `width` consecutive counters from `first` [rows]."""
-        counter = first[:, None] + torch.arange(width, device=self._device)
-        levels = torch.full_like(first, level)[:, None]
-        words = philox4x32(
-            (counter, position[:, None], levels, torch.zeros_like(levels)), (key[0][:, None], key[1][:, None])
-        )
-        return exponential(words.flatten(1))
 
     def _blocks(self, rows: list[int]) -> list[list[int]]:
         """The rows in blocks that are worked on at once. The scratch memory has room for the largest."""
@@ -143,7 +131,27 @@ class Sampler:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
-def _argmax(logits: Tensor) -> Tensor:
+def group_noise(key: tuple[Tensor, Tensor], position: Tensor, num_groups: int) -> Tensor:
+    """Exponential draws float64 [rows, num_groups] for the race between the groups."""
+    return _noise(key, position, torch.zeros_like(position), -(-num_groups // 4), GROUP_LEVEL)[:, :num_groups]
+
+
+def token_noise(key: tuple[Tensor, Tensor], position: Tensor, group: Tensor) -> Tensor:
+    """Exponential draws float64 [rows, GROUP] for the race between the tokens of one group per row."""
+    return _noise(key, position, group * (GROUP // 4), GROUP // 4, TOKEN_LEVEL)
+
+
+def _noise(key: tuple[Tensor, Tensor], position: Tensor, first: Tensor, width: int, level: int) -> Tensor:
+    """Exponential draws float64 [rows, 4 * width] of `width` consecutive counters from `first` [rows]."""
+    counter = first[:, None] + torch.arange(width, device=first.device)
+    levels = torch.full_like(first, level)[:, None]
+    words = philox4x32(
+        (counter, position[:, None], levels, torch.zeros_like(levels)), (key[0][:, None], key[1][:, None])
+    )
+    return exponential(words.flatten(1))
+
+
+def first_largest(logits: Tensor) -> Tensor:
     """The first of the largest logits of each row; -1 where that is not a finite number (NaN wins an argmax).
 
     By the best of each group first: on a CPU a maximum is 10 times as fast as an argmax.
