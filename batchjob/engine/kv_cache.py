@@ -11,7 +11,7 @@ from torch import Tensor
 
 from batchjob.errors import EngineError
 
-_SHARE_OF_FREE_MEMORY = {"cpu": 0.25, "cuda": 0.9}
+_SHARE_OF_FREE_MEMORY = 0.25  # of a CPU, which other programs use as well
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
@@ -54,15 +54,16 @@ def bytes_per_block(shapes: Sequence[LayerShape], *, block_size: int, dtype: tor
 
 
 def choose_num_blocks(
-    block_bytes: int, *, kv_cache_bytes: int | None, max_useful_blocks: int, device: torch.device
+    block_bytes: int, *, kv_cache_bytes: int | None, available: int | None = None, max_useful_blocks: int
 ) -> int:
-    """How many blocks to allocate: what the user gave, else a share of the free memory; never more than is useful.
+    """How many blocks to allocate: what the user gave, else `available` bytes, else a share of the host's free memory;
+    never more than is useful.
 
     Raises EngineError when not even one block fits.
     """
     budget = kv_cache_bytes
     if budget is None:
-        budget = int(available_memory(device) * _SHARE_OF_FREE_MEMORY[device.type])
+        budget = int(available_memory() * _SHARE_OF_FREE_MEMORY) if available is None else available
     num_blocks = min(budget // block_bytes - 1, max_useful_blocks)  # one more is the null block
     if num_blocks < 1:
         raise EngineError(
@@ -72,10 +73,8 @@ def choose_num_blocks(
     return num_blocks
 
 
-def available_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated: on a CPU what the kernel calls available, within the limits of our cgroups."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+def available_memory() -> int:
+    """Bytes that can still be allocated on the host: what its kernel calls available, within the limits of our cgroups."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     return min([available, *_cgroup_headroom()])

@@ -20,8 +20,10 @@ MIN_TOKENS_SAVED = 1024
 class SharedPrefixes:
     """Remembers the last decode-only step: as long as the same rows go on, nothing about their prefixes changes."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, min_tokens_saved: int | None = None) -> None:
+        """A context must save at least `min_tokens_saved` tokens from reading; None: MIN_TOKENS_SAVED."""
         self._block_size = block_size
+        self._min_tokens_saved = MIN_TOKENS_SAVED if min_tokens_saved is None else min_tokens_saved
         self._known: list[tuple[Sequence, int]] = []
         self._order: list[int] = []
         self._contexts: list[Context] = []
@@ -46,7 +48,7 @@ class SharedPrefixes:
             first, last = prefixes[rows[0]], prefixes[rows[-1]]  # what these share, all of them do
             while depth < min(len(first), len(last)) and first[depth] == last[depth]:
                 depth += 1
-            if (len(rows) - 1) * (depth - read) * size >= MIN_TOKENS_SAVED:
+            if (len(rows) - 1) * (depth - read) * size >= self._min_tokens_saved:
                 for row in rows:
                     paths[row] = (*paths[row], len(spans))
                 spans.append((read, depth))

@@ -28,7 +28,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.bfloat16: 0.1, tor
 # Sequence 0 comes in three parts beside a whole one, with one-token steps at the end: (sequence, start, stop) per step.
 _TEST_LENS = (23, 12)
 _TEST_STEPS = (((0, 0, 13), (1, 0, 11)), ((1, 11, 12), (0, 13, 22)), ((0, 22, 23),))
-_TEST_BLOCK_SIZE = 4
+TEST_BLOCK_SIZE = 4
 
 
 def check_rotary(module: nn.Module, max_model_len: int) -> None:
@@ -118,12 +118,13 @@ def eager_logits(module: nn.Module) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def packed_logits(module: nn.Module, shapes: list[LayerShape], backend: ModuleType, forward: Forward) -> list[Tensor]:
-    """The same logits from packed steps over a paged cache."""
+def packed_logits(
+    module: nn.Module, shapes: list[LayerShape], backend: ModuleType, forward: Forward, size: int = TEST_BLOCK_SIZE
+) -> list[Tensor]:
+    """The same logits from packed steps over a paged cache with blocks of `size` tokens."""
     tokens = _test_tokens(module)
     device = _device(module)
     dtype = next(module.parameters()).dtype
-    size = _TEST_BLOCK_SIZE
     num_blocks = [-(-length // size) for length in _TEST_LENS]
     cache = KVCache(shapes, num_blocks=sum(num_blocks), block_size=size, dtype=dtype, device=device)
     table = torch.full((2, max(num_blocks)), cache.null_block, device=device)

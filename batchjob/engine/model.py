@@ -7,6 +7,7 @@ because Transformers writes the name of the attention function into it.
 from __future__ import annotations
 
 import copy
+import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,11 +20,23 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from batchjob.engine.attention import ATTENTION_NAME, StepContext, register
+from batchjob.engine.attention import ATTENTION_NAME, LayerCall, StepContext, register
+from batchjob.engine.backends import HAVE_BLOCK_SIZES
 from batchjob.engine.fuse import fuse
 from batchjob.engine.kv_cache import LayerShape
-from batchjob.engine.load_check import check_layers, check_rotary, eager_logits, logits_problem, packed_logits
+from batchjob.engine.load_check import (
+    TEST_BLOCK_SIZE,
+    check_layers,
+    check_rotary,
+    eager_logits,
+    logits_problem,
+    packed_logits,
+)
 from batchjob.errors import EngineError, UnsupportedModelError
+from batchjob_kernels.select import Selection
+
+Forward = Callable[[Tensor, Tensor, Tensor, StepContext], Tensor]
+ChooseBackend = Callable[[list[LayerCall]], Selection]
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +49,7 @@ class LoadedModel:
     shapes: list[LayerShape]  # of the KV cache, by layer
     vocab_size: int  # width of the logits
     name: str  # of its class
+    backend: Selection  # of attention
     fused: dict[str, int]  # kind of part -> how many were replaced by faster ones
 
     def forward(self, input_ids: Tensor, positions: Tensor, keep: Tensor, step: StepContext) -> Tensor:
@@ -44,21 +58,55 @@ class LoadedModel:
 
 
 def load_model(
-    path: str | Path, *, dtype: torch.dtype, device: torch.device, max_model_len: int, backend: ModuleType
+    source: str | Path | Callable[[], nn.Module],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    choose_backend: ChooseBackend,
+    block_size: int,
+    use_fused: bool = True,
+    ops: ModuleType | None = None,
 ) -> LoadedModel:
-    """Raises UnsupportedModelError (the message says what the engine cannot do) or EngineError (it does not load)."""
-    config = _load_config(Path(path))
-    for use_fused in (True, False):
-        module = _load_module(Path(path), copy.deepcopy(config), dtype).to(device)
-        model = prepare_model(module, max_model_len=max_model_len, backend=backend, use_fused=use_fused)
+    """`source` is a directory with a checkpoint, or a function that builds a model on the device in `dtype`, made with
+    `attn_implementation=ATTENTION_NAME` after `register()`. `ops` are the operations of fused parts on a GPU.
+
+    Raises UnsupportedModelError (the message says what the engine cannot do) or EngineError (it does not load).
+    """
+    if callable(source):
+        build = source
+    else:
+        path, config = Path(source), _load_config(Path(source))
+
+        def build() -> nn.Module:
+            return _load_module(path, copy.deepcopy(config), dtype, device)
+
+    for with_fused in (True, False) if use_fused else (False,):
+        module = build()
+        model = prepare_model(
+            module,
+            max_model_len=max_model_len,
+            choose_backend=choose_backend,
+            block_size=block_size,
+            use_fused=with_fused,
+            ops=ops,
+        )
         if model is not None:
             return model
-        logger.warning("%s: fused parts give other results than the model; running without them", config.model_type)
+        name = type(module).__name__
+        del module
+        logger.warning("%s: fused parts give other results than the model; running without them", name)
     raise AssertionError("a model without fused parts is accepted or refused")
 
 
 def prepare_model(
-    module: nn.Module, *, max_model_len: int, backend: ModuleType, use_fused: bool = True
+    module: nn.Module,
+    *,
+    max_model_len: int,
+    choose_backend: ChooseBackend,
+    block_size: int,
+    use_fused: bool = True,
+    ops: ModuleType | None = None,
 ) -> LoadedModel | None:
     """Checks that a Transformers model built with our attention gives, packed, what it gives by itself, and fuses it.
 
@@ -69,10 +117,12 @@ def prepare_model(
     check_rotary(module, max_model_len)
     calls = check_layers(module, packed_forward)
     shapes = [LayerShape(call.num_kv_heads, call.head_dim) for call in calls]
+    backend = choose_backend(calls)
     expected = eager_logits(module)
+    test_block_size = block_size if backend.name in HAVE_BLOCK_SIZES else TEST_BLOCK_SIZE
 
     def packed() -> list[Tensor]:
-        return packed_logits(module, shapes, backend, packed_forward)
+        return packed_logits(module, shapes, backend.module, packed_forward, test_block_size)
 
     try:
         problem = logits_problem(expected, packed())
@@ -82,10 +132,10 @@ def prepare_model(
         raise UnsupportedModelError(
             f"{name} gives {problem}: some part of it mixes tokens outside of its attention function"
         )
-    fused = fuse(module, calls, packed) if use_fused else {}
+    fused = fuse(module, calls, packed, **({} if ops is None else {"ops": ops})) if use_fused else {}
     if fused and not _still_equal(expected, packed):
         return None
-    return LoadedModel(module, shapes, vocab_size=expected[0].shape[1], name=name, fused=fused)
+    return LoadedModel(module, shapes, expected[0].shape[1], name, backend, fused)
 
 
 def _still_equal(expected: list[Tensor], packed: Callable[[], list[Tensor]]) -> bool:
@@ -118,21 +168,25 @@ def _load_config(path: Path) -> Any:
         raise UnsupportedModelError(message) from None
 
 
-def _load_module(path: Path, config: Any, dtype: torch.dtype) -> nn.Module:
+def _load_module(path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     register()
+    # Straight to the device where Transformers can; the host may not have the memory for a whole model.
+    is_direct = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
     try:
         with _without_progress_bars():
-            return AutoModelForCausalLM.from_pretrained(
+            module = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=config,
                 dtype=dtype,
+                device_map={"": str(device)} if is_direct else None,
                 attn_implementation=ATTENTION_NAME,
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,
             )
+            return module if is_direct else module.to(device)
     except ValueError as error:  # not a causal language model, or one that takes no attention function
         raise UnsupportedModelError(f"{config.model_type} models do not run here: {first_line(error)}") from None
     except (OSError, RuntimeError, SafetensorError) as error:

@@ -1,26 +1,31 @@
-"""`TorchRunner`: computes the steps of a plan with a Transformers model, on a CPU or one GPU.
+"""`TorchRunner`: computes the steps of a plan with a Transformers model, on a CPU or on a GPU.
 
-A step is one packed row of tokens, slices of different sequences end to end, without padding. Slices are laid out so
-that sequences that share blocks, and decode rows of about one length, are neighbours (`layout`); results go back in
-the plan's order.
+A step is one packed row of tokens, slices of different sequences end to end, without padding. On a CPU, which has nothing
+to wait for, the host brings all of a step's inputs (`HostSteps`). On a GPU, and wherever the host is to run ahead,
+sequences have their state on the device (`AheadSteps`).
 """
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from batchjob.core.plan import StepPlan
-from batchjob.engine.attention import StepContext
+from batchjob.engine.ahead_steps import AheadSteps
+from batchjob.engine.backends import READ_DEVICE_LENS, choose_backend, fused_ops
 from batchjob.engine.config import Capacity, EngineConfig
+from batchjob.engine.host_steps import HostSteps
 from batchjob.engine.kv_cache import KVCache, bytes_per_block, choose_num_blocks
-from batchjob.engine.model import load_model
-from batchjob.engine.packing import Packer
-from batchjob.engine.sampler import Sampler
+from batchjob.engine.memory import bytes_for_cache, largest_step
+from batchjob.engine.model import Forward, LoadedModel, load_model
 from batchjob.errors import EngineError
-from batchjob_kernels import gather
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # A CPU is busy with this many rows; more would only spread its cache. A GPU wants more work per launch.
@@ -29,85 +34,159 @@ _DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 
 
 class TokenHandle:
-    """A step that is done; its tokens may still be on the device."""
+    """A plan that has been started; its tokens are on their way to the host."""
 
     def __init__(self, tokens: Tensor) -> None:
+        """`tokens` int64 [num_steps, num_sampled]"""
         self._tokens = tokens
+        self._event: torch.cuda.Event | None = None
+        if tokens.device.type == "cuda":
+            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._tokens.copy_(tokens, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
 
-    def tokens(self) -> list[int]:
+    def tokens(self) -> list[list[int]]:
+        if self._event is not None:
+            self._event.synchronize()
         return self._tokens.tolist()
 
 
 class TorchRunner:
     """Implements `Runner`. Usable alone: `TorchRunner(path, config)`, `capacity()`, `execute(plan)`, `close()`."""
 
-    def __init__(self, model_path: str | Path, config: EngineConfig) -> None:
-        """Raises UnsupportedModelError or EngineError; their messages say what to change."""
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
-        self._device = torch.device(config.device)
-        if self._device.type == "cuda" and not torch.cuda.is_available():
-            raise EngineError(f"device {config.device!r} was asked for, but PyTorch sees no GPU")
-        dtype = _DTYPES[config.dtype]
-        self._model = load_model(
-            model_path, dtype=dtype, device=self._device, max_model_len=config.max_model_len, backend=gather
-        )
-        self._capacity, self._cache = self._allocate(config, dtype)
-        self._packer = Packer(
-            max_num_seqs=self._capacity.max_num_seqs,
-            max_blocks_per_seq=-(-config.max_model_len // config.block_size),
-            block_size=config.block_size,
-            null_block=self._cache.null_block,
-            device=self._device,
-        )
-        self._sampler = Sampler(self._model.vocab_size, config.eos_token_ids, self._device)
+    def __init__(self, source: str | Path | Callable[[], nn.Module], config: EngineConfig) -> None:
+        """`source` is a directory with a checkpoint, or builds a model: see `load_model`.
 
-    def _allocate(self, config: EngineConfig, dtype: torch.dtype) -> tuple[Capacity, KVCache]:
-        kind = self._device.type
-        max_num_seqs = config.halved(config.max_num_seqs or _DEFAULT_MAX_NUM_SEQS[kind])
-        blocks_of_longest = -(-config.max_model_len // config.block_size)
-        block_bytes = bytes_per_block(self._model.shapes, block_size=config.block_size, dtype=dtype)
-        num_blocks = choose_num_blocks(
-            block_bytes,
-            kv_cache_bytes=config.kv_cache_bytes,
-            max_useful_blocks=max_num_seqs * blocks_of_longest,
+        Raises UnsupportedModelError or EngineError; their messages say what to change.
+        """
+        self._device = _prepare_device(config)
+        self.seconds: dict[str, float] = {}  # that each part of the start took
+        started = time.perf_counter()
+        self._model, self._kv_dtype = self._load(source, config)
+        forward = self._model.forward
+        if config.deterministic:
+            from batchjob.engine.deterministic import FixedRows
+
+            forward = FixedRows(self._model, self._model.backend.module).forward
+        self.seconds["model"] = time.perf_counter() - started
+        started = time.perf_counter()
+        self._capacity, self._cache = self._allocate(config, forward)
+        self.seconds["cache"] = time.perf_counter() - started
+        started = time.perf_counter()
+        kind = AheadSteps if _runs_ahead(config, self._device, self._model) else HostSteps
+        self._steps: AheadSteps | HostSteps = kind(
+            self._model, forward, self._cache, config, max_num_seqs=self._capacity.max_num_seqs
+        )
+        self.seconds["steps"] = time.perf_counter() - started
+
+    def _load(
+        self, source: str | Path | Callable[[], nn.Module], config: EngineConfig
+    ) -> tuple[LoadedModel, torch.dtype]:
+        dtype = _DTYPES[config.dtype]
+        kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
+        model = load_model(
+            source,
+            dtype=dtype,
             device=self._device,
+            max_model_len=config.max_model_len,
+            choose_backend=lambda calls: choose_backend(
+                config, calls, device=self._device, dtype=dtype, kv_dtype=kv_dtype
+            ),
+            block_size=config.block_size,
+            use_fused=config.fuse,
+            ops=fused_ops(self._device, deterministic=config.deterministic),
+        )
+        logger.info("attention backend %s: %s", model.backend.name, model.backend.reason)
+        return model, kv_dtype
+
+    def _allocate(self, config: EngineConfig, forward: Forward) -> tuple[Capacity, KVCache]:
+        kind, model = self._device.type, self._model
+        max_num_seqs = config.halved(config.max_num_seqs or _DEFAULT_MAX_NUM_SEQS[kind])
+        tokens = config.halved(
+            config.max_num_batched_tokens or max(_DEFAULT_MAX_NUM_BATCHED_TOKENS[kind], max_num_seqs)
+        )
+        available = None
+        if kind == "cuda":
+
+            def run(num_tokens: int) -> object:
+                return largest_step(
+                    model, forward, num_tokens, max_num_seqs, config, kv_dtype=self._kv_dtype, device=self._device
+                )
+
+            available, tokens = bytes_for_cache(self._device, run, tokens)
+        blocks_of_longest = -(-config.max_model_len // config.block_size)
+        num_blocks = choose_num_blocks(
+            bytes_per_block(model.shapes, block_size=config.block_size, dtype=self._kv_dtype),
+            kv_cache_bytes=config.kv_cache_bytes,
+            available=available,
+            max_useful_blocks=max_num_seqs * blocks_of_longest,
         )
         num_blocks = config.halved(num_blocks, floor=blocks_of_longest)  # a row that fitted still fits
         max_num_seqs = min(max_num_seqs, num_blocks)
         cache = KVCache(
-            self._model.shapes, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype, device=self._device
+            model.shapes, num_blocks=num_blocks, block_size=config.block_size, dtype=self._kv_dtype, device=self._device
         )
-        description = (
-            f"{self._model.name} in {config.dtype} on {self._device}, KV cache of {num_blocks * config.block_size:,} "
-            f"tokens ({cache.num_bytes / 2**30:.2f} GiB)"
+        capacity = Capacity(
+            num_blocks,
+            config.block_size,
+            max_num_seqs,
+            tokens,
+            model.vocab_size,
+            self._describe(config, cache),
+            async_scheduling=self._device.type == "cuda" if config.async_scheduling is None else config.async_scheduling,
         )
-        if kind == "cpu":
-            description += f", {torch.get_num_threads()} threads"
-        tokens = config.max_num_batched_tokens or max(_DEFAULT_MAX_NUM_BATCHED_TOKENS[kind], max_num_seqs)
-        return (
-            Capacity(
-                num_blocks,
-                config.block_size,
-                max_num_seqs,
-                config.halved(tokens),
-                self._model.vocab_size,
-                description,
-            ),
-            cache,
-        )
+        return capacity, cache
+
+    def _describe(self, config: EngineConfig, cache: KVCache) -> str:
+        parts = [
+            f"{self._model.name} in {config.dtype} on {self._device}",
+            f"KV cache of {cache.num_blocks * config.block_size:,} tokens ({cache.num_bytes / 2**30:.2f} GiB"
+            + (", fp8)" if config.kv_cache_dtype == "fp8" else ")"),
+        ]
+        if self._device.type == "cpu":
+            parts.append(f"{torch.get_num_threads()} threads")
+        if self._device.type != "cpu" or config.attention_backend != "auto" or config.deterministic:
+            parts.append(f"attention by {self._model.backend.name}")
+        if config.decode_steps_per_launch > 1:
+            parts.append(f"{config.decode_steps_per_launch} decode steps per launch")
+        if config.deterministic:
+            parts.append("deterministic")
+        return ", ".join(parts)
 
     def capacity(self) -> Capacity:
         return self._capacity
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> TokenHandle:
-        """Runs one step; on a CPU it is finished on return."""
-        packed = self._packer.pack(plan)
-        step = StepContext(packed.meta, self._cache, gather)
-        logits = self._model.forward(packed.input_ids, packed.positions, packed.keep, step)
-        return TokenHandle(self._sampler.sample(logits, [piece.seq for piece in plan.sampled]))
+        """Starts the plan's steps; on a CPU they are over on return."""
+        return TokenHandle(self._steps.execute(plan))
 
     def close(self) -> None:
         """Drops model and cache. May be called twice."""
         self.__dict__.clear()
+
+
+def _prepare_device(config: EngineConfig) -> torch.device:
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    if config.deterministic:
+        from batchjob.engine.deterministic import set_switches
+
+        set_switches()
+    device = torch.device(config.device)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise EngineError(f"device {config.device!r} was asked for, but PyTorch sees no GPU")
+        torch.cuda.set_device(device)
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _runs_ahead(config: EngineConfig, device: torch.device, model: LoadedModel) -> bool:
+    return (
+        device.type == "cuda"
+        or bool(config.async_scheduling)
+        or config.decode_steps_per_launch > 1
+        or model.backend.name in READ_DEVICE_LENS
+    )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from batchjob_kernels.dense import attend, attend_all, attend_decode
-from batchjob_kernels.meta import AttnMeta
+from batchjob_kernels.meta import AttnMeta, Requirements
 from batchjob_kernels.pieces import Piece, cut
 
 
@@ -28,7 +28,7 @@ def write_kv(kv: Tensor, cache: Tensor, meta: AttnMeta) -> None:
 
 def paged_attention(
     q: Tensor,
-    kv: Tensor,
+    kv: Tensor | None,
     cache: Tensor,
     meta: AttnMeta,
     *,
@@ -38,6 +38,8 @@ def paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """As `reference.paged_attention`."""
+    if kv is None:
+        kv = cache[meta.slots // meta.block_size, :, :, meta.slots % meta.block_size]
     num_kv_heads = cache.shape[2]
     grouped = q.unflatten(1, (num_kv_heads, -1))  # [num_tokens, kv_heads, heads per KV head, head_dim]
     pieces = cut(meta, window=window, num_kv_heads=num_kv_heads, dtype=q.dtype)
@@ -60,6 +62,15 @@ def paged_attention(
     if sinks is not None:
         out *= torch.sigmoid(lse - sinks.float().view(num_kv_heads, -1))[..., None].to(out.dtype)
     return out.flatten(1, 2)
+
+
+def refusal(need: Requirements) -> str | None:
+    """Why it cannot serve this need, or None."""
+    if need.kv_dtype != need.dtype:
+        return f"it reads keys and values of the queries' type only, not {need.kv_dtype}"
+    if need.deterministic:
+        return "its products have other shapes with other rows in the step"
+    return None
 
 
 def _run(

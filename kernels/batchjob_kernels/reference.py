@@ -10,7 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from batchjob_kernels.meta import AttnMeta
+from batchjob_kernels.meta import AttnMeta, Requirements
+
+MAX_FP8 = 448.0  # the largest number of float8_e4m3fn; beyond it a cast gives NaN
 
 
 def write_kv(kv: Tensor, cache: Tensor, meta: AttnMeta) -> None:
@@ -20,12 +22,15 @@ def write_kv(kv: Tensor, cache: Tensor, meta: AttnMeta) -> None:
     a NaN that one broken row leaves there would otherwise reach the next owner of the block.
     """
     block, offset = meta.slots // meta.block_size, meta.slots % meta.block_size
-    cache[block, :, :, offset] = torch.nan_to_num(kv, nan=0.0, posinf=0.0, neginf=0.0)
+    finite = torch.nan_to_num(kv, nan=0.0, posinf=0.0, neginf=0.0)
+    if cache.dtype == torch.float8_e4m3fn:
+        finite = finite.float().clamp(-MAX_FP8, MAX_FP8)
+    cache[block, :, :, offset] = finite.to(cache.dtype)
 
 
 def paged_attention(
     q: Tensor,
-    kv: Tensor,
+    kv: Tensor | None,
     cache: Tensor,
     meta: AttnMeta,
     *,
@@ -36,7 +41,8 @@ def paged_attention(
 ) -> Tensor:
     """`q` [num_tokens, num_heads, head_dim] of all sequences -> output of the same shape.
 
-    The cache must already hold the step's own keys and values; `kv` is what was written, for backends that can use it.
+    The cache must already hold the step's own keys and values; `kv` is what was written, for backends that can use it,
+    or None where the caller does not have it at hand.
     `sinks` is [num_heads].
     """
     num_heads, num_kv_heads = q.shape[1], cache.shape[2]
@@ -44,7 +50,8 @@ def paged_attention(
     start = 0
     for row, (query_len, kv_len) in enumerate(zip(meta.query_lens, meta.kv_lens, strict=True)):
         num_blocks = -(-kv_len // meta.block_size)
-        tiles = cache[meta.block_table[row, :num_blocks]].float()
+        table = meta.block_table[row if meta.device_lens is None else meta.device_lens.table_rows[row]]
+        tiles = cache[table[:num_blocks].long()].float()
         own = tiles.permute(0, 3, 1, 2, 4).flatten(0, 1)[:kv_len]  # [kv_len, 2, kv_heads, head_dim]
         keys, values = own.repeat_interleave(num_heads // num_kv_heads, dim=2).unbind(1)
         scores = torch.einsum("qhd,khd->hqk", q[start : start + query_len].float(), keys) * scale
@@ -62,3 +69,8 @@ def paged_attention(
         out[start : start + query_len] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
         start += query_len
     return out
+
+
+def refusal(need: Requirements) -> str | None:
+    """Why it cannot serve this need, or None."""
+    return "its products have other shapes with other rows in the step" if need.deterministic else None

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 import transformers
 
+from batchjob_kernels import gather
+from batchjob_kernels.select import Selection
+
 WINDOW = 6  # shorter than every prompt of the tests, so that it bites
 _LLAMA: dict[str, Any] = {
     "vocab_size": 96,
@@ -110,3 +113,8 @@ def build(config_name: str, values: dict[str, Any], **more: Any) -> Any:
 def save(directory: Path, config_name: str, values: dict[str, Any], **more: Any) -> Path:
     build(config_name, values, **more).save_pretrained(directory)
     return directory
+
+
+def use_gather(calls: object) -> Selection:
+    """The attention backend of a CPU, as `prepare_model` wants to be told."""
+    return Selection("gather", gather, "for a test")

@@ -25,22 +25,26 @@ def test_a_cache_is_zero_and_has_one_block_to_spare() -> None:
 
 
 def test_the_users_bytes_are_kept_to_the_spare_block_included() -> None:
-    assert choose_num_blocks(100, kv_cache_bytes=1000, max_useful_blocks=50, device=CPU) == 9
-    assert choose_num_blocks(100, kv_cache_bytes=1099, max_useful_blocks=50, device=CPU) == 9
+    assert choose_num_blocks(100, kv_cache_bytes=1000, max_useful_blocks=50) == 9
+    assert choose_num_blocks(100, kv_cache_bytes=1099, max_useful_blocks=50) == 9
 
 
 def test_no_more_blocks_than_rows_can_fill() -> None:
-    assert choose_num_blocks(100, kv_cache_bytes=10**9, max_useful_blocks=50, device=CPU) == 50
+    assert choose_num_blocks(100, kv_cache_bytes=10**9, max_useful_blocks=50) == 50
 
 
 def test_a_quarter_of_the_free_memory_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "available_memory", lambda device: 40_000)
-    assert choose_num_blocks(100, kv_cache_bytes=None, max_useful_blocks=10**9, device=CPU) == 99
+    monkeypatch.setattr(kv_cache, "available_memory", lambda: 40_000)
+    assert choose_num_blocks(100, kv_cache_bytes=None, max_useful_blocks=10**9) == 99
+
+
+def test_what_a_gpu_has_left_is_used_up() -> None:
+    assert choose_num_blocks(100, kv_cache_bytes=None, available=40_000, max_useful_blocks=10**9) == 399
 
 
 def test_too_little_memory_is_an_error_that_says_how_much_is_needed() -> None:
     with pytest.raises(EngineError, match=r"150 bytes hold no KV cache: two blocks need 200; .*--kv-cache-memory"):
-        choose_num_blocks(100, kv_cache_bytes=150, max_useful_blocks=50, device=CPU)
+        choose_num_blocks(100, kv_cache_bytes=150, max_useful_blocks=50)
 
 
 def test_memory_limits_of_control_groups_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,4 +56,4 @@ def test_memory_limits_of_control_groups_count(tmp_path: Path, monkeypatch: pyte
     (group / "memory.max").write_text("max\n")
     monkeypatch.setattr(kv_cache, "_CGROUP_ROOT", tmp_path)
     monkeypatch.setattr(kv_cache, "_own_cgroups", lambda: [("", "/job/step")])
-    assert available_memory(CPU) == 350_000
+    assert available_memory() == 350_000

@@ -15,10 +15,9 @@ from batchjob.engine.config import EngineConfig
 from batchjob.engine.model import LoadedModel, load_model, prepare_model
 from batchjob.engine.runner import TorchRunner
 from batchjob.errors import EngineError, UnsupportedModelError
-from batchjob_kernels import gather
 
 sys.path.insert(0, str(Path(__file__).parent))
-from families import FAMILIES, build, save
+from families import FAMILIES, build, save, use_gather
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +30,7 @@ def prepare(model: Any, *, max_model_len: int = 64) -> LoadedModel | None:
 
     register()
     model.set_attn_implementation(ATTENTION_NAME)
-    return prepare_model(model, max_model_len=max_model_len, backend=gather)
+    return prepare_model(model, max_model_len=max_model_len, choose_backend=use_gather, block_size=4)
 
 
 def rope(**values: Any) -> dict[str, Any]:
@@ -143,5 +142,12 @@ def test_loading_leaves_a_second_load_alone(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     path = save(tmp_path / "model", *FAMILIES["llama"])
-    load_model(path, dtype=torch.float32, device=torch.device("cpu"), max_model_len=64, backend=gather)
+    load_model(
+        path,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_model_len=64,
+        choose_backend=use_gather,
+        block_size=4,
+    )
     assert AutoModelForCausalLM.from_pretrained(path).config._attn_implementation == "sdpa"

@@ -1,0 +1,76 @@
+"""`AheadSteps`: the host starts steps before it knows the tokens of the last ones. Sequences have their state, and are
+sampled, on the device; the host sends what is new, and counts on what it knows: lengths and blocks."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from torch import Tensor
+
+from batchjob.core.plan import StepPlan
+from batchjob.engine.backends import READ_DEVICE_LENS
+from batchjob.engine.config import EngineConfig
+from batchjob.engine.device_sampler import DeviceSampler
+from batchjob.engine.device_state import DeviceState
+from batchjob.engine.device_steps import DeviceSteps
+from batchjob.engine.kv_cache import KVCache
+from batchjob.engine.layout import MIN_TOKENS_SAVED
+from batchjob.engine.model import Forward, LoadedModel
+from batchjob.engine.step_inputs import InputBuilder
+
+# Tokens that a shared prefix must save its rows from reading before a step on a GPU leaves its graph for it. Estimated, not
+# measured: a graph saves about 4 ms of launches, in which an H200 reads the keys and values of so many tokens.
+_GPU_MIN_TOKENS_SAVED = 1 << 17
+
+
+class AheadSteps:
+    def __init__(
+        self, model: LoadedModel, forward: Forward, cache: KVCache, config: EngineConfig, *, max_num_seqs: int
+    ) -> None:
+        device = cache.layers[0].device
+        is_gpu = device.type == "cuda"
+        max_blocks_per_seq = -(-config.max_model_len // config.block_size)
+        self._builder = InputBuilder(
+            max_num_seqs=max_num_seqs,
+            max_blocks_per_seq=max_blocks_per_seq,
+            block_size=config.block_size,
+            min_tokens_saved=None if config.deterministic else _GPU_MIN_TOKENS_SAVED if is_gpu else MIN_TOKENS_SAVED,
+        )
+        state = DeviceState(
+            max_num_seqs=max_num_seqs,
+            max_blocks_per_seq=max_blocks_per_seq,
+            block_size=config.block_size,
+            null_block=cache.null_block,
+            device=device,
+        )
+        self.steps = DeviceSteps(
+            forward,
+            cache,
+            model.backend.module,
+            state,
+            has_device_lens=model.backend.name in READ_DEVICE_LENS,
+            deterministic=config.deterministic,
+            use_graphs=is_gpu and config.cuda_graphs and not config.deterministic,
+            max_num_seqs=max_num_seqs,
+        )
+        self._sampler = DeviceSampler(
+            model.vocab_size,
+            config.eos_token_ids,
+            max_num_seqs=max_num_seqs,
+            device=device,
+            use_triton=is_gpu and importlib.util.find_spec("triton") is not None,
+        )
+
+    def execute(self, plan: StepPlan) -> Tensor:
+        """Starts the plan's steps; tokens int64 [num_steps, num_sampled] on the device."""
+        inputs = self._builder.build(plan)
+        for seq in self._builder.new:
+            self._sampler.admit(seq)
+        self._sampler.upload()
+        return self.steps.run(inputs, self._draw)
+
+    def _draw(
+        self, logits: Tensor, rows: Tensor, num_output_tokens: Tensor, *, needs_ended: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        tokens = self._sampler.sample(logits, self._sampler.mode, rows, num_output_tokens)
+        return tokens, self._sampler.ended(tokens, rows, num_output_tokens) if needs_ended else None

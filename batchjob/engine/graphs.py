@@ -1,0 +1,96 @@
+"""`DecodeGraphs`: decode steps as CUDA graphs, one per padded batch size. Launching a model's kernels one by one takes the
+host longer than a GPU needs to run them; a graph is launched as one.
+
+A graph is captured when its size is first needed, the largest at start-up, so that its memory is counted before the KV
+cache is sized: all graphs share one pool, and the largest needs the most.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from batchjob.engine.device_steps import DecodeBatch
+
+logger = logging.getLogger(__name__)
+
+MAX_GRAPHS = 24
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes with a graph of their own, ascending, at most 24: 1, 2, 4, then in steps of at most an eighth of the
+    size (a quarter where that would be too many), so that little is computed for rows that only fill up."""
+    for parts in (8, 4, 2):
+        sizes = [size for size in (1, 2, 4) if size < max_num_seqs]
+        size = step = 8
+        while size < max_num_seqs:
+            sizes.append(size)
+            if size >= parts * step:
+                step *= 2
+            size += step
+        if len(sizes) < MAX_GRAPHS:
+            break
+    return [*sizes, max_num_seqs]
+
+
+class DecodeGraphs:
+    def __init__(
+        self,
+        make_batch: Callable[[int], DecodeBatch],
+        run_batch: Callable[[DecodeBatch], Tensor],
+        max_num_seqs: int,
+    ) -> None:
+        """`run_batch` gives the logits of a batch; it must not wait for the device nor look at its data."""
+        self._make_batch = make_batch
+        self._run_batch = run_batch
+        self.sizes = graph_sizes(max_num_seqs)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, DecodeBatch, Tensor]] = {}
+        self._pool: object | None = None
+        self.refused: str | None = None  # why no graph is used
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._graphs)
+
+    def run(self, rows: Tensor) -> Tensor | None:
+        """Logits [len(rows), vocab] of one decode step of these rows; valid until the next call. None: there is no graph."""
+        size = self.sizes[bisect_left(self.sizes, len(rows))]
+        captured = self._graphs.get(size) or self.capture(size)
+        if captured is None:
+            return None
+        graph, batch, logits = captured
+        batch.rows[: len(rows)].copy_(rows)
+        if len(rows) < size:
+            batch.rows[len(rows) :].fill_(batch.dummy)
+        graph.replay()
+        return logits[: len(rows)]
+
+    def capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, DecodeBatch, Tensor] | None:
+        """Captures the graph of a size. None where the model cannot be captured; it is not tried again then."""
+        if self.refused is not None:
+            return None
+        batch = self._make_batch(size)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._run_batch(batch)  # compiles kernels and settles what is worked out once per batch
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                logits = self._run_batch(batch)
+        except RuntimeError as error:
+            self.refused = str(error).splitlines()[0]
+            logger.warning("decode steps run without CUDA graphs: this model cannot be captured (%s)", self.refused)
+            return None
+        self._graphs[size] = graph, batch, logits
+        return self._graphs[size]

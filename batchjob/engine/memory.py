@@ -1,0 +1,94 @@
+"""How much of a GPU's memory is left for the KV cache: measured, after a step of the largest size that may come."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from batchjob.engine.attention import StepContext
+from batchjob.engine.config import EngineConfig
+from batchjob.engine.kv_cache import KVCache
+from batchjob.engine.model import Forward, LoadedModel
+from batchjob_kernels import AttnMeta
+
+logger = logging.getLogger(__name__)
+
+# Left free beside what a worst-case step took: CUDA graphs, workspaces of libraries, fragmentation.
+_RESERVE_BYTES = 512 << 20
+_RESERVE_SHARE = 0.02  # of the device
+
+T = TypeVar("T")
+
+
+def retry_without_cached_memory(function: Callable[[], T]) -> T:
+    """Once more after memory ran out, with what PyTorch keeps for later given back: fragmentation may be all of it."""
+    try:
+        return function()
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return function()
+
+
+def bytes_for_cache(device: torch.device, run_largest_step: Callable[[int], object], num_tokens: int) -> tuple[int, int]:
+    """(bytes that the KV cache may take, tokens that a step may have).
+
+    `run_largest_step` runs a step of so many tokens; where memory runs out in it, half as many are tried.
+    """
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    while True:
+        torch.cuda.reset_peak_memory_stats(device)
+        try:
+            run_largest_step(num_tokens)
+            torch.cuda.synchronize(device)
+            break
+        except torch.OutOfMemoryError:
+            if num_tokens <= 256:
+                raise
+            logger.warning("a step of %d tokens does not fit into memory: trying half as many", num_tokens)
+            num_tokens //= 2
+        finally:
+            torch.cuda.empty_cache()
+    peak = torch.cuda.max_memory_allocated(device) - before
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, free - peak - _RESERVE_BYTES - int(total * _RESERVE_SHARE)), num_tokens
+
+
+@torch.inference_mode()
+def largest_step(
+    model: LoadedModel,
+    forward: Forward,
+    num_tokens: int,
+    max_num_seqs: int,
+    config: EngineConfig,
+    *,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """One step of `num_tokens` prompt tokens, in sequences as long as they may be, with logits for as many rows as may be
+    sampled at once, and what a sampler makes of them: the most memory that a step takes beside weights and cache.
+
+    All sequences share one block table, of a cache of their size: what they read has no meaning.
+    """
+    size = config.block_size
+    longest = min(num_tokens, config.max_model_len - 1)
+    lens = [min(longest, num_tokens - start) for start in range(0, num_tokens, longest)]
+    num_blocks = -(-longest // size)
+    cache = KVCache(model.shapes, num_blocks=num_blocks, block_size=size, dtype=kv_dtype, device=device)
+    positions = torch.cat([torch.arange(length, device=device) for length in lens])
+    meta = AttnMeta(
+        query_lens=lens,
+        kv_lens=lens,
+        block_table=torch.arange(num_blocks, device=device).expand(len(lens), -1),
+        slots=positions,
+        block_size=size,
+        deterministic=config.deterministic,
+    )
+    keep = torch.arange(min(max_num_seqs, num_tokens), device=device)
+    step = StepContext(meta, cache, model.backend.module)
+    logits = forward(torch.zeros_like(positions), positions, keep, step)
+    torch.softmax(logits.float(), dim=1)
