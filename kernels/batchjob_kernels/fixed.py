@@ -55,7 +55,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `reference.paged_attention`; `kv` is not used. `meta.kv_lens` must be the true lengths, on the host."""
+    """As `reference.paged_attention`; `kv` is not used. Waits for lengths on the device, where there are any."""
     num_kv_heads = cache.shape[2]
     plan = _plan(meta, window, q.device)
     out = q.new_empty(plan.num_places, *q.shape[1:], dtype=torch.float32)
@@ -94,9 +94,10 @@ def _plan(meta: AttnMeta, window: int | None, device: torch.device) -> _Plan:
 
 def _make_plan(meta: AttnMeta, window: int | None, device: torch.device) -> _Plan:
     tiles_per_group = _TILES_PER_PRODUCT[device.type]
+    kv_lens = meta.kv_lens if meta.device_lens is None else meta.device_lens.kv_lens.tolist()
     tiles = [
         (row, start)
-        for row, (query_len, kv_len) in enumerate(zip(meta.query_lens, meta.kv_lens, strict=True))
+        for row, (query_len, kv_len) in enumerate(zip(meta.query_lens, kv_lens, strict=True))
         for start in range((kv_len - query_len) // TILE * TILE, kv_len, TILE)
     ]
 
@@ -108,7 +109,7 @@ def _make_plan(meta: AttnMeta, window: int | None, device: torch.device) -> _Pla
     place_of = {tile: index * TILE for index, tile in enumerate(tiles)}
     places = [
         place_of[row, position // TILE * TILE] + position % TILE
-        for row, (query_len, kv_len) in enumerate(zip(meta.query_lens, meta.kv_lens, strict=True))
+        for row, (query_len, kv_len) in enumerate(zip(meta.query_lens, kv_lens, strict=True))
         for position in range(kv_len - query_len, kv_len)
     ]
     groups = []
