@@ -1,0 +1,420 @@
+"""The CUDA kernels against the reference: on a CUDA device where there is one, else on the CPU machine of cuda_shim."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from batchjob_kernels import AttnMeta, DeviceLens, cuda_backend, cuda_driver, reference
+from batchjob_kernels.cuda_build import Variant, decode_variant, write_variant
+
+_spec = importlib.util.spec_from_file_location("cuda_shim_host", Path(__file__).parent / "cuda_shim" / "host.py")
+assert _spec is not None
+assert _spec.loader is not None
+host = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(host)
+
+ON_DEVICE = os.path.exists("/dev/nvidiactl") and torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_DEVICE else "cpu")
+needs_shim = pytest.mark.skipif(host.GXX is None, reason="no g++")
+HALF, BF16, FULL, FP8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
+# Of a result next to 1: the rounding of the result's own format. Sums are in float32 on both sides.
+TOLERANCE = {HALF: 1e-3, BF16: 8e-3, FULL: 2e-5}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A decode step. Keys and values are what the cache's format can hold, so both sides see the same numbers."""
+
+    dtype: torch.dtype = FULL
+    kv_dtype: torch.dtype = FULL
+    head_dim: int = 64
+    group: int = 1
+    num_kv_heads: int = 2
+    block_size: int = 16
+    lens: tuple[int, ...] = (1, 15, 16, 17, 31, 32, 33, 129)
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    multiprocessors: int = 1  # more of them: more splits
+    padding_rows: int = 0  # rows of length 1 whose block table names the null block only
+    tables: str = "lists"  # "slots": lengths on the device, the block table one of all slots
+    seed: int = 0
+
+    @property
+    def variant(self) -> Variant:
+        return decode_variant(self.dtype, self.kv_dtype, self.head_dim, self.group)
+
+
+@dataclass
+class Step:
+    q: Tensor
+    kv: Tensor
+    cache: Tensor
+    meta: AttnMeta
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def to(self, device: torch.device) -> Step:
+        lens = self.meta.device_lens
+        if lens is not None:
+            lens = DeviceLens(*(getattr(lens, name).to(device) for name in ("query_starts", "kv_lens", "table_rows")))
+        meta = replace(
+            self.meta,
+            block_table=self.meta.block_table.to(device),
+            slots=self.meta.slots.to(device),
+            device_lens=lens,
+            plans={},
+        )
+        sinks = self.options["sinks"]
+        options = {**self.options, "sinks": None if sinks is None else sinks.to(device)}
+        return Step(self.q.to(device), self.kv.to(device), self.cache.to(device), meta, options)
+
+
+def make_step(case: Case) -> tuple[Step, Step]:
+    """The step for the reference (lists) and for the kernels (lists, or lengths on the device)."""
+    generator = torch.Generator().manual_seed(case.seed)
+    lens = [*case.lens, *[1] * case.padding_rows]
+    width = max(-(-length // case.block_size) for length in lens) + 1
+    num_blocks = width * len(case.lens)
+    table = torch.full((len(lens), width), num_blocks, dtype=torch.int32)  # the null block
+    table[: len(case.lens)] = torch.randperm(num_blocks, generator=generator).view(-1, width).int()
+    for row, length in enumerate(case.lens):
+        table[row, -(-length // case.block_size) :] = num_blocks
+    shape = (num_blocks + 1, 2, case.num_kv_heads, case.block_size, case.head_dim)
+    cache = torch.randn(shape, generator=generator).to(case.kv_dtype)
+    num_heads = case.num_kv_heads * case.group
+    q = (2 * torch.randn(len(lens), num_heads, case.head_dim, generator=generator)).to(case.dtype)
+    options = {
+        "scale": case.head_dim**-0.5,
+        "window": case.window,
+        "softcap": case.softcap,
+        "sinks": torch.linspace(-2, 4, num_heads) if case.sinks else None,
+    }
+    last = torch.tensor(lens) - 1
+    slots = table[torch.arange(len(lens)), last // case.block_size] * case.block_size + last % case.block_size
+    kv = torch.zeros(len(lens), 2, case.num_kv_heads, case.head_dim, dtype=case.dtype)
+    meta = AttnMeta([1] * len(lens), lens, table, slots.long(), case.block_size)
+    plain = Step(q.float(), kv.float(), cache.float(), meta, options)
+    if case.tables == "slots":
+        rows = torch.randperm(3 * len(lens), generator=generator)[: len(lens)].int()
+        all_slots = torch.full((3 * len(lens), width + 2), num_blocks, dtype=torch.int32)
+        all_slots[rows.long(), :width] = table
+        starts = torch.arange(len(lens) + 1, dtype=torch.int32)
+        device_lens = DeviceLens(starts, torch.tensor(lens, dtype=torch.int32), rows)
+        # The host's lengths are placeholders in a captured graph.
+        meta = AttnMeta(
+            [1] * len(lens), [1] * len(lens), all_slots, slots.long(), case.block_size, device_lens=device_lens
+        )
+    return plain, Step(q, kv, cache, meta, options)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def shim_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cuda_shim")
+
+
+@pytest.fixture(scope="session")
+def shim(shim_directory: Path) -> Any:
+    if host.GXX is None:
+        pytest.skip("no g++")
+    variants = {case.variant for case in CASES} | {write_variant(*pair) for pair in WRITES}
+    return host.build(shim_directory / "kernels", sorted(variants, key=lambda variant: variant.name))
+
+
+@pytest.fixture
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the kernels run on, put where the backend looks for it."""
+    if ON_DEVICE:
+        return cuda_driver
+    shim = request.getfixturevalue("shim")
+    monkeypatch.setattr(cuda_backend, "driver", shim)
+    return shim
+
+
+def attend(machine: Any, case: Case, step: Step, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    step = step.to(DEVICE)
+    monkeypatch.setattr(machine, "num_multiprocessors", lambda device: case.multiprocessors)
+    machine.cache = step.cache
+    out = cuda_backend.paged_attention(step.q, step.kv, step.cache, step.meta, **step.options)
+    assert out.dtype == case.dtype
+    return out.cpu()
+
+
+def error_of(case: Case, expected: Tensor, actual: Tensor) -> float:
+    """Largest difference, relative to the largest number of the same head's output."""
+    return float(((actual.float() - expected).abs() / expected.abs().amax(dim=2, keepdim=True)).max())
+
+
+TYPES = ((FULL, FULL), (HALF, HALF), (BF16, BF16), (HALF, FP8), (BF16, FP8), (FULL, FP8))
+RAGGED = (1, 2, 7, 8, 9, 15, 16, 17, 63, 64, 65, 127, 128, 129, 260)
+LONG = (1, 127, 128, 129, 511, 512, 513, 700)
+CASES = [
+    # every type, at 128 with four heads over each KV head, which most models have
+    *(Case(*types, 128, 4, lens=RAGGED, seed=1) for types in TYPES),
+    *(Case(*types, 128, 4, lens=LONG, multiprocessors=4, seed=2) for types in TYPES),
+    # every head size in the types of most runs
+    *(Case(BF16, BF16, head_dim, 2, lens=RAGGED, seed=3) for head_dim in (64, 128, 256)),
+    *(Case(BF16, FP8, head_dim, 2, lens=RAGGED, seed=4) for head_dim in (64, 256)),
+    *(Case(FULL, FULL, 256, 2, lens=LONG, multiprocessors=8, tables=form) for form in ("lists", "slots")),
+    # every number of heads over one KV head
+    *(Case(group=group, lens=(1, 33, 64, 150), multiprocessors=1 + group % 3 * 4, seed=5) for group in range(1, 17)),
+    *(Case(BF16, BF16, 128, group, num_kv_heads=1, lens=(5, 130, 64), seed=6) for group in (8, 16)),
+    # block sizes
+    *(Case(block_size=size, lens=(1, size - 1, size, size + 1, 2 * size, 300)) for size in (8, 16, 32, 64, 128, 256)),
+    *(Case(BF16, BF16, 128, 4, block_size=size, lens=(1, size, 3 * size + 1)) for size in (8, 32, 128)),
+    # windows, with keys before them in the first tile, and splits of them
+    *(Case(window=window, lens=RAGGED, seed=7) for window in (1, 2, 16, 31, 32, 33, 100, 1000)),
+    *(Case(window=window, lens=LONG, multiprocessors=6, seed=8) for window in (1, 130, 257, 400, 600)),
+    # soft-caps and sinks, with and without splits, and all at once
+    *(Case(softcap=cap, group=4, lens=LONG, multiprocessors=count) for cap in (3.0, 50.0) for count in (1, 4)),
+    *(Case(sinks=True, group=4, lens=LONG, multiprocessors=count) for count in (1, 4, 64)),
+    *(
+        Case(*types, 128, 4, window=200, softcap=20.0, sinks=True, lens=LONG, multiprocessors=4, tables="slots")
+        for types in TYPES
+    ),
+    # the number of splits
+    *(Case(lens=(1, 256, 257, 1000), multiprocessors=count, seed=9) for count in (1, 2, 3, 5, 9, 64)),
+    # rows that pad a step
+    *(Case(lens=RAGGED, padding_rows=5, tables=form, multiprocessors=3) for form in ("lists", "slots")),
+    Case(BF16, BF16, 128, 4, lens=(40,), padding_rows=7, tables="slots"),
+]
+WRITES = ((FULL, FULL), (HALF, HALF), (BF16, BF16), (HALF, FP8), (BF16, FP8), (FULL, FP8))
+
+
+def name_of(case: Case) -> str:
+    default, parts = Case(), []
+    for name in Case.__dataclass_fields__:
+        value = getattr(case, name)
+        if value != getattr(default, name) and name not in ("lens", "seed"):
+            parts.append(f"{name}={str(value).removeprefix('torch.')}")
+    return "-".join(parts) + f"-{len(case.lens)}x{max(case.lens)}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_decode_equals_the_reference(
+    case: Case, machine: Any, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+) -> None:
+    plain, step = make_step(case)
+    expected = reference.paged_attention(plain.q, plain.kv, plain.cache, plain.meta, **plain.options)
+    error = error_of(case, expected, attend(machine, case, step, monkeypatch))
+    record_property("error", f"{error:.1e}")
+    assert error < TOLERANCE[case.dtype]
+
+
+def test_the_split_follows_the_launch_and_not_the_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    grids: list[tuple[int, int, int]] = []
+
+    class Recorder:
+        @staticmethod
+        def launch(variant: Variant, entry: str, grid: tuple[int, int, int], *_: Any) -> None:
+            grids.append(grid)
+
+        @staticmethod
+        def num_multiprocessors(device: torch.device) -> int:
+            return 132
+
+    monkeypatch.setattr(cuda_backend, "driver", Recorder)
+    for lens in ((1,) * 8, (900,) * 8, (900,) * 512):
+        _, step = make_step(Case(lens=lens))
+        cuda_backend.paged_attention(step.q, step.kv, step.cache, step.meta, **step.options)
+    decode = [grid for grid in grids if grid[2] > 1]
+    assert decode[0] == decode[1] == (2, 64, 8)
+    assert decode[2] == (2, 3, 512)
+
+
+def test_a_broken_row_stays_broken_and_alone(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(BF16, BF16, 128, 4, lens=(40, 50, 700), multiprocessors=4)
+    _, step = make_step(case)
+    step.q[1] = torch.nan
+    out = attend(machine, case, step, monkeypatch)
+    assert bool(out[1].isnan().all())
+    assert bool(out[0].isfinite().all())
+    assert bool(out[2].isfinite().all())
+
+
+def test_rows_of_a_wider_tensor(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries as a part of merged query, key and value rows: read where they are."""
+    case = Case(BF16, BF16, 128, 4)
+    plain, step = make_step(case)
+    expected = reference.paged_attention(plain.q, plain.kv, plain.cache, plain.meta, **plain.options)
+    wide = torch.zeros(len(case.lens), 12, 128, dtype=BF16)
+    wide[:, :8] = step.q
+    step.q = wide[:, :8]
+    assert error_of(case, expected, attend(machine, case, step, monkeypatch)) < TOLERANCE[BF16]
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), WRITES)
+def test_writes_the_slots_and_nothing_else(
+    dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, machine: Any
+) -> None:
+    num_tokens, num_kv_heads, size, num_blocks = 13, 3, 8, 6
+    generator = torch.Generator().manual_seed(head_dim)
+    kv = 100 * torch.randn(num_tokens, 2, num_kv_heads, head_dim, generator=generator)
+    kv *= 10.0 ** torch.randint(-6, 1, kv.shape, generator=generator)  # below the normal numbers of FP8 too
+    kv[0, 0, 0, :6] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 460.0])
+    kv[1, 1, 2, :4] = torch.tensor([-1000.0, 448.0, 0.0009765625, 0.00146484375])  # half-way between two FP8 numbers
+    kv = kv.to(dtype)
+    slots = torch.randperm(num_blocks * size, generator=generator)[:num_tokens]
+    before = torch.randn(num_blocks, 2, num_kv_heads, size, head_dim, generator=generator).to(kv_dtype)
+    expected = before.clone()
+    finite = torch.nan_to_num(kv.float(), nan=0.0, posinf=0.0, neginf=0.0)
+    if kv_dtype == FP8:
+        finite = finite.clamp(-448, 448)
+    for token, slot in enumerate(slots.tolist()):
+        expected[slot // size, :, :, slot % size] = finite[token].to(kv_dtype)
+    cache = before.to(DEVICE)
+    machine.cache = cache
+    meta = AttnMeta([num_tokens], [num_tokens], torch.zeros(1, 1, dtype=torch.int32), slots.to(DEVICE), size)
+    cuda_backend.write_kv(kv.to(DEVICE), cache, meta)
+    bits = torch.uint8 if kv_dtype == FP8 else torch.int32 if kv_dtype == FULL else torch.int16
+    assert torch.equal(cache.cpu().view(bits), expected.view(bits))
+
+
+@pytest.mark.parametrize(
+    ("patch", "message"),
+    [
+        ({"head_dim": 80}, "no kernel for 2 heads of 80"),
+        ({"group": 17}, "no kernel for 34 heads"),
+        ({"block_size": 4}, "blocks of 4 tokens"),
+        ({"dtype": HALF, "kv_dtype": BF16}, "no kernel for float16 with a cache of bfloat16"),
+        ({"dtype": torch.float64, "kv_dtype": torch.float64}, "no kernel for float64"),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_an_error(patch: dict[str, Any], message: str) -> None:
+    _, step = make_step(Case(lens=(3,), **patch))
+    with pytest.raises(ValueError, match=message):
+        cuda_backend.paged_attention(step.q, step.kv, step.cache, step.meta, **step.options)
+
+
+def test_wrong_layouts_are_errors() -> None:
+    _, step = make_step(Case(lens=(3,)))
+    with pytest.raises(ValueError, match="contiguous"):
+        cuda_backend.write_kv(step.kv, step.cache.transpose(3, 4).contiguous().transpose(3, 4), step.meta)
+    with pytest.raises(ValueError, match="int64"):
+        cuda_backend.write_kv(step.kv, step.cache, replace(step.meta, slots=step.meta.slots.int()))
+    _, step = make_step(Case(lens=(3,), tables="slots"))
+    with pytest.raises(ValueError, match="int32"):
+        cuda_backend.paged_attention(
+            step.q, step.kv, step.cache, replace(step.meta, block_table=step.meta.block_table.long()), **step.options
+        )
+
+
+# Mistakes put into the sources on purpose: each must be noticed.
+
+BARRIER = "done with the stage that is filled next.\n        __syncthreads();"
+MISTAKES = {
+    "no barrier in the pipeline": (BARRIER, "done\n"),
+    "no barrier before the stages are reused": ('"it fits");\n    __syncthreads();', '"it fits");'),
+    "no barrier before the warps are merged": (
+        "__syncthreads();\n    for (int index = threadIdx.x",
+        "for (int index = threadIdx.x",
+    ),
+    "no wait for copies": ("async_wait<kStages - 2>();", ""),
+    "waits for one group too few": ("async_wait<kStages - 2>();", "async_wait<kStages - 1>();"),
+    "an empty group is not ended": (
+        "look_up(tile + kStages);\n        }\n        async_commit();",
+        "look_up(tile + kStages);\n        async_commit();\n        }",
+    ),
+    "fills the stage in use": ("stage == 0 ? kStages - 1 : stage - 1", "stage"),
+    "one key too many": ("cut.end_key = kv_len;", "cut.end_key = kv_len + 1;"),
+    "the last tile left out": ("(kv_len + tile - 1) / tile", "kv_len / tile"),
+    "a bound of the last tile off by one": (
+        "const bool seen = key >= cut.first_key && key < cut.end_key;",
+        "const bool seen = key >= cut.first_key && key <= cut.end_key;",
+    ),
+    "a window of one key more": ("kv_len - window : 0", "kv_len - window - 1 : 0"),
+    "splits are not weighed": (
+        "p.partial[(row * p.num_splits + split) * kHeadDim + d] * kept;",
+        "p.partial[(row * p.num_splits + split) * kHeadDim + d];",
+    ),
+    "the last split left out": ("split < cut.used; ++split) {", "split < cut.used - 1; ++split) {"),
+    "a sink in each split": (
+        "split) * kHeadDim + d] = sum;",
+        "split) * kHeadDim + d] = sum * all.sum * final_factor(all, p.sinks, head);",
+    ),
+    "no rescale of the sums": (
+        "sums[h][i] *= kept;\n#pragma unroll\n                for (int b",
+        "sums[h][i] *= 1.0f;\n#pragma unroll\n                for (int b",
+    ),
+    "a shuffle too short": (
+        "for (int far = kLanes / 2; far > 0; far /= 2)",
+        "for (int far = kLanes / 2; far > 1; far /= 2)",
+    ),
+    "some lanes leave before a barrier": (
+        "if (key_of_warp == 0) {\n#pragma unroll",
+        "if (threadIdx.x == 77) return;\n    if (key_of_warp == 0) {\n#pragma unroll",
+    ),
+    "copies past the end of the stages": (
+        "reinterpret_cast<KV*>(shared + stage * kStage) + key_of_tile",
+        "reinterpret_cast<KV*>(shared + (stage + 1) * kStage) + key_of_tile",
+    ),
+    "values read from the keys' place": ("const KV* values = keys + kTile * kHeadDim;", "const KV* values = keys;"),
+    "a table row of another sequence": ("p.table_rows == nullptr ? seq : p.table_rows[seq]", "seq"),
+    "heads of another group": ("(kv_head * p.group + head) * kHeadDim + dim, q[h]", "head * kHeadDim + dim, q[h]"),
+}
+NOT_LONG = (
+    "no barrier in the pipeline",
+    "no barrier before the warps are merged",
+    "no wait for copies",
+    "an empty group is not ended",
+    "one key too many",
+    "a bound of the last tile off by one",
+    "splits are not weighed",
+    "some lanes leave before a barrier",
+)
+PROBE = Case(FULL, FULL, 128, 4, lens=(1, 16, 40, 333), window=300, sinks=True, multiprocessors=3, tables="slots")
+
+
+def probe(shim: Any, monkeypatch: pytest.MonkeyPatch) -> float:
+    monkeypatch.setattr(cuda_backend, "driver", shim)
+    plain, step = make_step(PROBE)
+    expected = reference.paged_attention(plain.q, plain.kv, plain.cache, plain.meta, **plain.options)
+    monkeypatch.setattr(shim, "num_multiprocessors", lambda device: PROBE.multiprocessors)
+    shim.cache = step.cache
+    out = cuda_backend.paged_attention(step.q, step.kv, step.cache, step.meta, **step.options)
+    return error_of(PROBE, expected, out)
+
+
+@needs_shim
+@pytest.mark.parametrize(
+    "name", [name if name in NOT_LONG else pytest.param(name, marks=pytest.mark.long) for name in MISTAKES]
+)
+def test_a_mistake_is_noticed(name: str, shim_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shim = host.build(shim_directory / name.replace(" ", "-"), [PROBE.variant], [MISTAKES[name]])
+    try:
+        error = probe(shim, monkeypatch)
+    except host.ShimError:
+        return
+    assert not error < TOLERANCE[FULL]
+
+
+@needs_shim
+def test_without_a_mistake_none_is_noticed(shim_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shim = host.build(shim_directory / "sound", [PROBE.variant])
+    assert probe(shim, monkeypatch) < TOLERANCE[FULL]
+
+
+@needs_shim
+def test_the_structures_are_as_large_on_both_sides(shim: Any) -> None:
+    assert shim.library.shim_params_bytes(0) == ctypes.sizeof(cuda_backend.DecodeParams)
+    assert shim.library.shim_params_bytes(1) == ctypes.sizeof(cuda_backend.WriteParams)
+    assert shim.library.shim_shared_bytes() == cuda_backend._SHARED_BYTES
+    assert [shim.library.shim_threads(of_write) for of_write in (0, 1)] == [
+        cuda_backend._THREADS,
+        cuda_backend._WRITE_THREADS,
+    ]
