@@ -64,7 +64,7 @@ class Packer:
         )
         last = np.empty(len(order), dtype=np.int64)  # by place in the plan: the row of the slice's last token
         last[order] = ends - 1
-        sampled = [place for place, piece in enumerate(plan.slices) if piece.samples]
+        sampled = list(plan.sampled_at)
         return PackedStep(
             self._tensor(np.array(ids, dtype=np.int64)), self._tensor(positions), self._tensor(last[sampled]), meta
         )
