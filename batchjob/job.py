@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchjob import __version__, console
+from batchjob.devices import only_device
 from batchjob.errors import ConfigMismatchError, UsageError
 from batchjob.extend import extend, find_new_inputs
 from batchjob.preflight import expected_bytes, refuse_damaged_settings, space_warning
@@ -90,30 +91,33 @@ def run(spec: JobSpec, *, echo: Echo | None = None, watcher: Watcher | None = No
         raise UsageError("give --output: the directory that the rows go to")
     if not spec.input:
         raise UsageError("give --input: a JSONL or Parquet file, a directory or a glob")
+    if (too_many := only_device(spec)[1]) is not None:
+        echo(too_many)
     task = SlurmTask.from_environ()
     limit = time_limit(spec, task, echo)  # counts from here: planning and fetching a model take time too
-    job = open_job(spec, echo)
+    job = open_job(spec, echo, spec if watcher.team is None else watcher.team.asked)
     with closing(job.store):
         result = _run(job, watcher, task, limit, echo)
     result.warnings += job.store.warnings
     _add_earlier(result, watcher.assignment)
-    echo(result.render())
+    watcher.result(result, echo)
     return result
 
 
 # -- creating and resuming
 
 
-def open_job(spec: JobSpec, echo: Echo) -> Job:
-    """The job in `spec.output`: made now, or found there and held against `spec`."""
+def open_job(spec: JobSpec, echo: Echo, asked: JobSpec | None = None) -> Job:
+    """The job in `spec.output`: made now, or found there and held against `spec`. A new one keeps `asked` as a record
+    of what it was started with."""
     output = Path(spec.output or "")
-    job = _resume(spec, output, echo) if Store.exists(output) else _create(spec, output, echo)
+    job = _resume(spec, output, echo) if Store.exists(output) else _create(spec, output, echo, asked or spec)
     for warning in shared_streams(job.store.plan, spec.num_shards):
         echo(f"warning: {warning}")
     return job
 
 
-def _create(spec: JobSpec, output: Path, echo: Echo) -> Job:
+def _create(spec: JobSpec, output: Path, echo: Echo, asked: JobSpec) -> Job:
     from batchjob.io.planner import make_plan
 
     settings = resolve_settings(spec)
@@ -133,7 +137,7 @@ def _create(spec: JobSpec, output: Path, echo: Echo) -> Job:
     chunk_rows = max((chunk.num_rows for chunk in plan.chunks), default=0)
     manifest = Manifest.new(
         plan,
-        spec=redact_values(asdict(spec)),
+        spec=redact_values(asdict(asked)),
         resolved={**settings.to_json(), "columns": list(planned.columns), "chunk_rows": chunk_rows},
         fingerprint=_fingerprint(spec, settings, source, spec.chunk_rows or chunk_rows),
         num_samples=settings.sampling.n,
@@ -200,9 +204,10 @@ def _refuse_difference(there: Manifest, asked: Manifest, output: Path) -> None:
 
 
 def _run(job: Job, watcher: Watcher, task: SlurmTask | None, limit: TimeLimit, echo: Echo) -> RunResult:
-    spec, store = job.spec, job.store
+    spec, store, team = job.spec, job.store, watcher.team
     started = time.monotonic()
     if (done := store.done()) is not None:
+        watcher.share(store.plan.chunks, None)
         mine, _ = job.shard(set())
         num_rows = sum(chunk.num_rows for chunk in mine)
         result = RunResult(output=str(spec.output), rows_total=num_rows, rows_done=num_rows, rows_reused=num_rows)
@@ -218,10 +223,14 @@ def _run(job: Job, watcher: Watcher, task: SlurmTask | None, limit: TimeLimit, e
     )
     result = RunResult(output=str(spec.output), rows_total=counts.rows_total, max_error_rate=spec.max_error_rate)
     result.rows_reused = counts.rows_done
+    watcher.share(store.plan.chunks, committed)
+    watcher.follow(counts)
     own = {chunk.index for chunk in mine}
     others = [c for c in store.plan.chunks if c.index not in committed and c.index not in own] if spec.steal else []
+    if team is not None:
+        others = [chunk for chunk in others if team.may_take(chunk.index)]
     if todo or others or not store.plan.chunks:
-        info = _attempt_info(spec, task, watcher.assignment)
+        info = {**_attempt_info(spec, task, watcher.assignment), "team": None if team is None else team.to_json()}
         with watcher.stop(stop_signals(spec, limit)) as stop:
             limit.begin()
             store.start_attempt(info)
@@ -234,7 +243,7 @@ def _run(job: Job, watcher: Watcher, task: SlurmTask | None, limit: TimeLimit, e
             else:
                 with closing(store.lease((spec.shard_id, spec.num_shards)) if spec.lease else NoLease()) as lease:
                     lease.acquire(on_lost=lambda: stop.request("superseded", time.monotonic()))
-                    chunks = SharedChunks(store, todo, others, counts) if spec.steal else OwnChunks(todo)
+                    chunks = SharedChunks(store, todo, others, counts, team) if spec.steal else OwnChunks(todo)
                     _work(job, chunks, counts, result, stop, watcher, limit, lease, echo)
                     lease.check()
             if counts.rows_done < counts.rows_total:
@@ -246,8 +255,10 @@ def _run(job: Job, watcher: Watcher, task: SlurmTask | None, limit: TimeLimit, e
                 result.requeue = requeue(spec, task, stop, made_progress=made_progress)
     result.rows_done, result.rows_total = counts.rows_done, counts.rows_total
     result.prompt_tokens, result.output_tokens = counts.prompt_tokens, counts.output_tokens
+    is_complete = len(store.committed()) == max(1, len(store.plan.chunks))  # sees what others have committed, too
     result.take_counts(store.counts().to_json())
-    if len(store.committed()) == max(1, len(store.plan.chunks)):
+    watcher.counted(store)
+    if is_complete:
         store.finish()
         result.job_complete = True
     result.seconds = result.seconds or time.monotonic() - started
@@ -290,15 +301,20 @@ def _work(
             device=settings.device,
             eos_token_ids=settings.eos_token_ids,
             halvings=watcher.assignment.halvings,
+            attention_backend=spec.attention_backend,
+            kv_cache_dtype=spec.kv_cache_dtype,
+            cuda_graphs=spec.cuda_graphs,
+            async_scheduling={"auto": None, "on": True, "off": False}[spec.async_scheduling],
+            decode_steps_per_launch=spec.decode_steps_per_launch,
+            deterministic=spec.deterministic,
+            tensor_parallel=spec.tensor_parallel,
         )
         engine = create_engine(spec, settings.model, config, tokenizer, before_step=watcher.before_step)
         stack.callback(engine.close)
         lease.settle(give_up=lambda: stop.stopping)
         reader = InputReader(job.store.plan, max_row_bytes=spec.max_row_bytes)
         stack.callback(reader.close)
-        header = _header(job, engine.capacity.description, time.monotonic() - loading)
-        for line in header[:1] if watcher.assignment.restarts else header:
-            echo(line)
+        watcher.header(_header(job, engine.capacity.description, time.monotonic() - loading), echo)
         if job.is_new:
             _show_first_prompt(job, reader, tokenizer, job.store.plan.chunks[0], echo)
         progress = Progress(counts, mode=spec.progress, echo=echo)
@@ -340,7 +356,11 @@ def _work(
 
 def _attempt_info(spec: JobSpec, task: SlurmTask | None, assignment: Assignment) -> dict[str, Any]:
     """What may differ between attempts, kept as a record."""
-    free = {f: getattr(spec, f) for f in ("max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory")}
+    names = (
+        "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory", "attention_backend", "cuda_graphs",
+        "async_scheduling", "decode_steps_per_launch", "tensor_parallel",
+    )  # fmt: skip
+    free = {name: getattr(spec, name) for name in names}
     return {
         "batchjob": __version__,
         "python": platform.python_version(),

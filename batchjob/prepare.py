@@ -140,6 +140,21 @@ def fingerprint(spec: JobSpec, settings: Settings, *, prompt: Mapping[str, Any],
         "limit": spec.limit,
         "max_row_bytes": spec.max_row_bytes,
         "chunk_rows": chunk_rows,
+        **({"kv_cache_dtype": spec.kv_cache_dtype} if spec.kv_cache_dtype != "auto" else {}),
+        **({"deterministic": _bits(spec, settings)} if spec.deterministic else {}),
+    }
+
+
+def _bits(spec: JobSpec, settings: Settings) -> dict[str, Any]:
+    """What decides the last bit of a result, where no bit may depend on chance."""
+    import platform
+    from importlib.metadata import version
+
+    return {
+        "attention_backend": spec.attention_backend,
+        "device": settings.device.split(":")[0],
+        "machine": platform.machine(),
+        "torch": version("torch"),
     }
 
 

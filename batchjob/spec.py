@@ -16,6 +16,9 @@ from typing import Any
 from batchjob.errors import UsageError
 from batchjob.sampling import PARAM_NAMES, SamplingParams, parse_params
 
+# Settings that are on, so that their flag turns them off.
+NEGATED = ("prefix_caching", "cuda_graphs")
+
 __all__ = ["JobSpec", "SamplingParams", "load_toml", "spec_fields"]
 
 
@@ -131,6 +134,43 @@ class JobSpec:
     block_size: int = _f(16, "Tokens per KV block.", section="engine")
     kv_cache_memory: str | None = _f(
         None, "Memory for the KV cache, such as 2GiB. [default: from free memory]", section="engine"
+    )
+    kv_cache_dtype: str = _f(
+        "auto",
+        "Type of the keys and values kept: auto (the model's dtype) or fp8 (e4m3: half the memory, and other results; "
+        "some models do badly with it).",
+        pinned=True,
+        choices=("auto", "fp8"),
+        section="engine",
+    )
+    attention_backend: str = _f(
+        "auto",
+        "What computes attention: auto (triton on a GPU, gather on a CPU), or one of triton, flash, cuda, gather, fixed and "
+        "reference; an error says why one cannot be used.",
+        choices=("auto", "triton", "flash", "cuda", "gather", "fixed", "reference"),
+        section="engine",
+    )
+    cuda_graphs: bool = _f(True, "Replay decode steps as CUDA graphs.", section="engine")
+    async_scheduling: str = _f(
+        "auto",
+        "Start a step before the tokens of the last one are known: auto (on a GPU), on or off.",
+        choices=("auto", "on", "off"),
+        section="engine",
+    )
+    decode_steps_per_launch: int = _f(
+        1,
+        "Decode steps that are started at once, without waiting for the tokens of each. Rows that end in between are computed "
+        "on in vain; steps with stop strings are made one by one.",
+        section="engine",
+    )
+    deterministic: bool = _f(
+        False,
+        "The tokens of a row do not depend, in any bit, on what else is in a step. Slower; see the README.",
+        pinned=True,
+        section="engine",
+    )
+    tensor_parallel: int = _f(
+        1, "Split the model over so many processes, for a model that does not fit one device.", section="engine"
     )
     prefix_caching: bool = _f(True, "Reuse the KV blocks of prompts that start alike.", section="engine")
     order: str = _f(
@@ -254,6 +294,15 @@ class JobSpec:
                 self.max_model_len is None or self.max_model_len >= 2,
                 f"--max-model-len must be at least 2, not {self.max_model_len}",
             ),
+            (
+                1 <= self.decode_steps_per_launch <= 64,
+                f"--decode-steps-per-launch must be from 1 to 64, not {self.decode_steps_per_launch}",
+            ),
+            (self.tensor_parallel >= 1, f"--tensor-parallel must be at least 1, not {self.tensor_parallel}"),
+            (
+                not (self.deterministic and self.tensor_parallel > 1),
+                "--deterministic and --tensor-parallel exclude each other: it is not proven for sums over processes",
+            ),
             (0 <= self.max_error_rate <= 1, f"--max-error-rate must be between 0 and 1, not {self.max_error_rate}"),
             (self.flush_interval > 0, f"--flush-interval must be above 0, not {self.flush_interval}"),
             (
@@ -290,7 +339,7 @@ def spec_fields() -> tuple[Field[Any], ...]:
 
 def flag(name: str) -> str:
     """The command-line spelling of a field."""
-    return "--no-prefix-caching" if name == "prefix_caching" else "--" + name.replace("_", "-")
+    return ("--no-" if name in NEGATED else "--") + name.replace("_", "-")
 
 
 def load_toml(path: str | Path) -> dict[str, Any]:
