@@ -158,6 +158,7 @@ class Loop:
         self.num_reused += num_complete
         self._counts.rows_done += num_complete
         self._progress.reused(num_complete)
+        self._watcher.opened(chunk, num_complete)
         if not opened.is_complete():
             return opened
         self._backlog.complete(opened)

@@ -16,9 +16,11 @@ from batchjob.progress import Counts
 
 if TYPE_CHECKING:
     from batchjob.store.store import Store
+    from batchjob.watch import Team
 
 SCAN_SECONDS = 1.0  # between two looks at what others have claimed and committed
 _WAIT = 0.1
+_WAIT_FOR_TEAM = 0.5
 
 
 class OwnChunks:
@@ -55,17 +57,26 @@ class OwnChunks:
 class SharedChunks(OwnChunks):
     """All processes of the job have all its chunks in common. `others` are those of other shards, in plan order.
 
-    Chunks that come and go change `counts.rows_total`.
+    Chunks that come and go change `counts.rows_total`. In a team, chunks of the command's own shard are taken before
+    those of other ones, and nobody leaves before the others are done: one of their devices may fail.
     """
 
     steals = True
 
-    def __init__(self, store: Store, todo: Iterable[Chunk], others: Iterable[Chunk], counts: Counts) -> None:
+    def __init__(
+        self,
+        store: Store,
+        todo: Iterable[Chunk],
+        others: Iterable[Chunk],
+        counts: Counts,
+        team: Team | None = None,
+    ) -> None:
         super().__init__(todo)
         self._store = store
-        self._claims = store.chunk_claims()
+        self._team = team
+        self._claims = store.chunk_claims() if team is None else store.chunk_claims(team.keeps)
         self._counts = counts
-        self._others = deque(others)
+        self._others = deque(sorted(others, key=self._rank))
         self._taken: list[Chunk] = []  # that somebody else works on, or did when last seen
         self._published: set[int] = set()
         self._own: set[int] = set()  # committed here
@@ -84,8 +95,7 @@ class SharedChunks(OwnChunks):
         while self._others:
             chunk = self._others.pop()
             if self.claim(chunk):
-                self._counts.rows_total += chunk.num_rows
-                self.num_stolen += 1
+                self._note_stolen(chunk)
                 return chunk
             self._put_aside(chunk)
         return None
@@ -102,9 +112,16 @@ class SharedChunks(OwnChunks):
         for chunk in list(self._others):
             if any(chunk.row_index <= row < chunk.row_index + chunk.num_rows for row in rows) and self.claim(chunk):
                 self._others.remove(chunk)
-                self._counts.rows_total += chunk.num_rows
-                self.num_stolen += 1
+                self._note_stolen(chunk)
                 self.todo.appendleft(chunk)
+
+    def _note_stolen(self, chunk: Chunk) -> None:
+        self._counts.rows_total += chunk.num_rows
+        self.num_stolen += self._team is None or not self._team.has(chunk.index)
+
+    def _rank(self, chunk: Chunk) -> tuple[bool, int]:
+        """The order of `_others`, of which the last is taken first."""
+        return self._team is not None and self._team.has(chunk.index), chunk.index
 
     def done(self, chunk: Chunk) -> None:
         self._own.add(chunk.index)
@@ -115,31 +132,33 @@ class SharedChunks(OwnChunks):
         self._claims.release(chunk.index)
 
     def wait(self) -> bool:
-        """Waits for chunks whose holders may be dead. Those that live will finish theirs: not waited for."""
-        unsure = self._scan(force=True)
+        """Waits for chunks whose holders may be dead. Those that live will finish theirs: not waited for, except for
+        the others of the team."""
+        seconds = self._scan(force=True)
         if self.todo or self._others:
             return True
-        if unsure:
-            time.sleep(_WAIT)
-        return unsure
+        time.sleep(seconds)
+        return seconds > 0
 
     def close(self) -> None:
-        self._claims.close()
+        if self._team is None:  # else what is open here may be why this process ends, and stays with its device
+            self._claims.close()
 
     def _put_aside(self, chunk: Chunk) -> None:
         if chunk.index not in self._published:
             self._taken.append(chunk)
 
-    def _scan(self, *, force: bool) -> bool:
-        """Sees what others have committed and given up. Returns whether it is unclear if one of the holders lives."""
+    def _scan(self, *, force: bool) -> float:
+        """Sees what others have committed and given up. Returns the seconds after which it is worth another look: 0 if
+        it is clear that all holders live, and none is of the team."""
         now = time.monotonic()
         if not force and now < self._next_scan:
-            return False
+            return 0.0
         self._next_scan = now + SCAN_SECONDS
         self._published |= self._store.published()
         self._taken = [chunk for chunk in self._taken if chunk.index not in self._published]
         if not self._taken:
-            return False
+            return 0.0
         holders = self._claims.holders()
         verdicts = self._claims.judge(holders[chunk.index] for chunk in self._taken if chunk.index in holders)
         still: list[Chunk] = []
@@ -150,5 +169,7 @@ class SharedChunks(OwnChunks):
             else:
                 still.append(chunk)
         self._taken = still
-        self._others = deque(sorted(self._others, key=lambda chunk: chunk.index))
-        return any(verdicts[holders[chunk.index]] is None for chunk in still)
+        self._others = deque(sorted(self._others, key=self._rank))
+        if any(verdicts[holders[chunk.index]] is None for chunk in still):
+            return _WAIT
+        return _WAIT_FOR_TEAM if any(self._claims.is_kept(holders[chunk.index]) for chunk in still) else 0.0

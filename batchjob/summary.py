@@ -41,6 +41,7 @@ class RunResult:
     stopped_by: str | None = None  # what ended it early: everything is safe, run it again
     requeue: Requeue = field(default_factory=Requeue)  # what came of it, in SLURM
     job_complete: bool = False  # all shards, not only this one
+    rows_by_device: dict[str, int] = field(default_factory=dict)  # finished by each worker, where there are several
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -88,6 +89,10 @@ class RunResult:
             lines.append(
                 f"  tokens      {self.prompt_tokens:,} in, {self.output_tokens:,} out in {duration(self.seconds)} "
                 f"({self.output_tokens / self.seconds:,.1f} output tok/s)"
+            )
+        if self.rows_by_device:
+            lines.append(
+                f"  devices     {', '.join(f'{name} {rows:,}' for name, rows in self.rows_by_device.items())} rows"
             )
         if self.requeue.message:
             lines.append(f"  slurm       {self.requeue.message}")

@@ -7,25 +7,32 @@ supervisor's death. Signals are the supervisor's; a stop comes as an order.
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import pickle
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from batchjob.console import echo
 from batchjob.errors import BatchJobError, EngineError, UnsupportedModelError
 from batchjob.orphan import die_with_parent
 from batchjob.signals import StopSignals
-from batchjob.supervisor.messages import Kind, Orders, StopOrder, end_line, rows_line
+from batchjob.supervisor.messages import Kind, Lost, Orders, StopOrder, end_line, rows_line
 from batchjob.supervisor.process import STACKS_SIGNAL
 from batchjob.watch import RUN, START, Watcher
 
 if TYPE_CHECKING:
     from batchjob.core.plan import StepPlan
+    from batchjob.plan import Chunk
+    from batchjob.progress import Counts
+    from batchjob.store.store import Store
+    from batchjob.summary import RunResult
+    from batchjob.watch import Team
 
 ALIVE_INTERVAL = 1.0  # seconds between two signs of life
 _MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
@@ -53,19 +60,21 @@ class PipeWatcher(Watcher):
 
     def __init__(self, orders: Orders, stop: OrderedStop) -> None:
         self.assignment = orders.assignment
+        self.team = orders.team
         self.current_phase = START
         self._fd = orders.report_fd
         self._stop = stop
         self._in_flight: set[int] = set()
         self._finished: list[int] = []
         self._next_alive = 0.0
+        self._counts: Counts | None = None
+        self._left: list[dict[str, Any]] = []
+        self._sending = threading.Lock()
 
     def stop(self, signals: StopSignals) -> StopSignals:
         return self._stop
 
     def attempt(self, name: str, directory: Path) -> None:
-        import json
-
         self.send(f"attempt {json.dumps([name, str(directory)])}\n")
 
     def phase(self, name: str) -> None:
@@ -99,20 +108,55 @@ class PipeWatcher(Watcher):
         if now >= self._next_alive or self._finished:
             self._tell_finished()
             self._next_alive = now + ALIVE_INTERVAL
-            self.send(f". {prompt_tokens} {output_tokens}\n")
+            counts = self._counts
+            more = "" if counts is None else f" {counts.rows_failed} {counts.num_running} {counts.num_waiting}"
+            self.send(f". {prompt_tokens} {output_tokens}{more}\n")
 
     def _tell_finished(self) -> None:
         if self._finished:
             self.send(rows_line("-", self._finished))
             self._finished.clear()
 
+    def follow(self, counts: Counts) -> None:
+        self._counts = counts
+
     def send(self, line: str) -> None:
         data = line.encode()
         try:
-            while data:
-                data = data[os.write(self._fd, data) :]
+            with self._sending:
+                while data:
+                    data = data[os.write(self._fd, data) :]
         except OSError:
             os._exit(1)  # the supervisor is gone
+
+
+class TeamWatcher(PipeWatcher):
+    """Of a worker that is one of several: the supervisor prints, for all of them."""
+
+    team: Team
+
+    def say(self, line: str) -> None:
+        self.send(f"say {json.dumps(line)}\n")
+
+    def header(self, lines: Sequence[str], echo: Callable[[str], None]) -> None:
+        self.send(f"header {json.dumps(list(lines))}\n")
+
+    def share(self, chunks: Iterable[Chunk], committed: Collection[int] | None) -> None:
+        mine = [chunk for chunk in chunks if self.team.has(chunk.index)]
+        num_done = sum(chunk.num_rows for chunk in mine if committed is None or chunk.index in committed)
+        self.send(f"share {sum(chunk.num_rows for chunk in mine)} {num_done}\n")
+
+    def opened(self, chunk: Chunk, num_complete: int) -> None:
+        self._tell_finished()
+        self.send(f"chunk {chunk.index} {chunk.row_index} {chunk.num_rows} {num_complete}\n")
+
+    def counted(self, store: Store) -> None:
+        self._left = [store.committed_counts().to_json(), store.open_counts().to_json()]
+
+    def result(self, result: RunResult, echo: Callable[[str], None]) -> None:
+        self._tell_finished()
+        in_parts, in_open = self._left or ({}, {})
+        self.send(f"result {json.dumps({'result': asdict(result), 'parts': in_parts, 'open': in_open})}\n")
 
 
 def main() -> None:
@@ -123,18 +167,22 @@ def main() -> None:
     faulthandler.enable(orders.stacks_fd)
     faulthandler.register(STACKS_SIGNAL, orders.stacks_fd)
     stop = OrderedStop()
-    threading.Thread(target=_listen, args=(control, stop), name="orders", daemon=True).start()
-    watcher = PipeWatcher(orders, stop)
+    threading.Thread(target=_listen, args=(control, stop, orders.team), name="orders", daemon=True).start()
+    watcher = PipeWatcher(orders, stop) if orders.team is None else TeamWatcher(orders, stop)
     kind, code, message = _run(orders, watcher)
     watcher.phase("end")
     watcher.send(end_line(kind, code, message))
     os._exit(code)  # not through the interpreter's end, where native libraries at times crash or hang
 
 
-def _listen(control: IO[bytes], stop: OrderedStop) -> None:
+def _listen(control: IO[bytes], stop: OrderedStop, team: Team | None) -> None:
     while True:
         try:
-            stop.take(pickle.load(control))
+            message = pickle.load(control)
+            if isinstance(message, Lost) and team is not None:
+                team.lost.add(message.member)
+            else:
+                stop.take(message)
         except (EOFError, OSError, pickle.UnpicklingError):
             os._exit(1)  # the supervisor is gone; what is finished has been written
 
@@ -143,13 +191,14 @@ def _run(orders: Orders, watcher: PipeWatcher) -> tuple[Kind, int, str]:
     from batchjob.job import run
 
     try:
-        return Kind.EXIT, run(orders.spec, echo=echo, watcher=watcher).exit_code, ""
+        say = watcher.say if isinstance(watcher, TeamWatcher) else echo
+        return Kind.EXIT, run(orders.spec, echo=say, watcher=watcher).exit_code, ""
     except Exception as error:
         kind = classify(error, watcher.current_phase)
         code = error.exit_code if isinstance(error, BatchJobError) else 1
         if orders.debug or not isinstance(error, BatchJobError):
             traceback.print_exc()
-        elif kind is Kind.EXIT:
+        elif kind is Kind.EXIT and orders.team is None:
             echo(f"batchjob: {error}")
         return kind, code, f"{error}" if isinstance(error, BatchJobError) else f"{type(error).__name__}: {error}"
 

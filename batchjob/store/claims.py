@@ -6,7 +6,7 @@ over, or when the attempt's counter has stood still while it was watched; anybod
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from batchjob.store.attempts import read_attempt
@@ -23,10 +23,17 @@ def claim_name(chunk_index: int) -> str:
 class ChunkClaims:
     """The claims of one attempt. `take` and `judge` raise StorageError; `release` and `close` never fail."""
 
-    def __init__(self, context: StoreContext, own: Mapping[str, Any]) -> None:
-        """`own` is what this attempt has noted about itself."""
+    def __init__(
+        self,
+        context: StoreContext,
+        own: Mapping[str, Any],
+        keeps: Callable[[Mapping[str, Any] | None], bool] = lambda record: False,
+    ) -> None:
+        """`own` is what this attempt has noted about itself. `keeps` says of the record of another one whether its
+        claims hold even if it is over, because somebody who will take them up comes after it."""
         self._context = context
         self._own = own
+        self._keeps = keeps
         self._held: dict[int, Claim] = {}
         self._watches: dict[str, Watch] = {}
         self._stale: set[str] = set()
@@ -87,8 +94,16 @@ class ChunkClaims:
                 self._stale.add(attempt)
         return verdicts
 
+    def is_kept(self, attempt: str) -> bool:
+        """Whether the claims of an attempt are kept for its successor."""
+        return self._keeps(self._record(attempt))
+
     def _is_stale(self, attempt: str) -> bool:
         return attempt in self._stale or self._over(attempt) is True
 
     def _over(self, attempt: str) -> bool | None:
-        return is_over(read_attempt(self._context.fs, self._context.layout.attempt(attempt)), self._own)
+        record = self._record(attempt)
+        return False if self._keeps(record) else is_over(record, self._own)
+
+    def _record(self, attempt: str) -> Mapping[str, Any] | None:
+        return read_attempt(self._context.fs, self._context.layout.attempt(attempt))

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -145,9 +145,9 @@ class Store:
                     self._fs.unlink_if_there(via)  # or no later note could be written
                 raise
 
-    def chunk_claims(self) -> ChunkClaims:
-        """The claims of this attempt. After `start_attempt`."""
-        return ChunkClaims(self._context, self.attempt_info)
+    def chunk_claims(self, keeps: Callable[[Mapping[str, Any] | None], bool] = lambda record: False) -> ChunkClaims:
+        """The claims of this attempt. After `start_attempt`. `keeps`: see `ChunkClaims`."""
+        return ChunkClaims(self._context, self.attempt_info, keeps)
 
     def is_published(self, index: int) -> bool:
         """Whether a chunk has a part by name. Raises StorageError."""
@@ -188,8 +188,19 @@ class Store:
 
     def counts(self) -> Counts:
         """Output rows that are finished: in the parts seen so far and in the chunks open here."""
+        counts = self.committed_counts()
+        counts.add(self.open_counts())
+        return counts
+
+    def committed_counts(self) -> Counts:
+        """Output rows in the parts seen so far."""
         counts = Counts()
         counts.add(self._catalog.totals)
+        return counts
+
+    def open_counts(self) -> Counts:
+        """Finished output rows in the chunks open here."""
+        counts = Counts()
         for chunk in self._open:
             if not chunk.closed:
                 counts.add(chunk.counts)

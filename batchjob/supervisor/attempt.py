@@ -4,61 +4,112 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from batchjob.signals import StopSignals
 from batchjob.spec import JobSpec
-from batchjob.supervisor.journal import Journal
+from batchjob.supervisor.journal import Journal, Listener
 from batchjob.supervisor.memory import num_memory_kills
-from batchjob.supervisor.messages import Kind, StopOrder
+from batchjob.supervisor.messages import Kind, Lost, StopOrder
 from batchjob.supervisor.policy import AttemptEnd
 from batchjob.supervisor.process import WorkerProcess
-from batchjob.supervisor.wakeup import Wakeup
-from batchjob.watch import LOAD, RUN, START, Assignment
+from batchjob.watch import LOAD, RUN, START, Assignment, Team
 
 GRACE = 3.0  # seconds after a deadline before the worker is killed: SIGTERM means 15, and 20 must not be passed
 GRACE_WARNED = 30.0  # the same for an announced end, which leaves a minute: for a long step, the last tokens, a requeue
 GRACE_NOW = 2.0  # the same when everything is to end at once
 LAST_WORDS = 10.0  # seconds that a worker may take to be gone after it has said how it ends
 _TICK = 1.0  # seconds at most between two looks around
+_SHORT_TICK = 0.02  # the same while a worker is going
+_STACKS_TICK = 0.1  # the same while it writes its stacks
 _LONG_TICK = 2.0  # a longer one means that this process was stopped too, and nothing can be said about the worker
 _MAX_SHOWN = 16_384  # characters of stacks that are printed
 
 
+class StopNotice:
+    """Tells a person of a stop, once for all workers."""
+
+    def __init__(self, echo: Callable[[str], None]) -> None:
+        self._echo = echo
+        self._is_told = self._is_told_now = False
+
+    def tell(self, order: StopOrder) -> None:
+        if order.now and not self._is_told_now:
+            self._is_told_now = True
+            self._echo("stopping now")
+        elif not self._is_told:
+            seconds = max(0.0, order.deadline - time.monotonic())
+            more = "; press Ctrl-C again to stop now" if order.reason == "SIGINT" else ""
+            self._echo(f"{order.reason}: running rows may finish within {seconds:.0f} s, nothing new{more}")
+        self._is_told = True
+
+
 class Attempt:
-    """`run` it once. Then `exit_code` is that of a worker that ended itself, else None; `journal` is what it said."""
+    """`poll` it until it has come to its end, whenever there is something to read from `fileno` and at least every
+    `patience()` seconds. Then `exit_code` is that of a worker that ended itself, else None; `journal` is what it said.
+    """
 
     def __init__(
         self,
         spec: JobSpec,
         assignment: Assignment,
         stop: StopSignals,
-        wakeup: Wakeup,
+        notice: StopNotice,
         echo: Callable[[str], None],
         *,
         debug: bool,
+        team: Team | None = None,
+        environ: Mapping[str, str] | None = None,
+        listener: Listener | None = None,
     ) -> None:
         self._stop = stop
-        self._wakeup = wakeup
+        self._notice = notice
         self._echo = echo
         self._timeouts = {LOAD: spec.load_timeout, RUN: spec.stall_timeout}
-        self.journal = Journal({*assignment.condemned, *(row for group in assignment.suspects for row in group)})
+        suspects = {*assignment.condemned, *(row for group in assignment.suspects for row in group)}
+        self.journal = Journal(suspects, listener)
         self.exit_code: int | None = None
         self._memory_kills = num_memory_kills()
-        self._worker = WorkerProcess(spec, assignment, debug=debug)
+        self._worker = WorkerProcess(spec, assignment, debug=debug, team=team, environ=environ)
+        self._gone_by: float | None = None  # set once it has nothing more to say
         self._last_news = self._last_tick = time.monotonic()
         self._told: StopOrder | None = None
         self._kill_at = float("inf")
         self._hang: str | None = None
 
-    def run(self) -> AttemptEnd:
-        try:
-            while self._hear():
+    def poll(self) -> AttemptEnd | None:
+        """Takes in what the worker has said, and keeps its deadlines. How it ended, once it has."""
+        if self._gone_by is None:
+            if self._hear():
                 self._look_around()
-                self._wakeup.wait(self._worker.fileno(), min(_TICK, self._kill_at - time.monotonic()))
-            return self._end(self._worker.wait(LAST_WORDS))
-        finally:
-            self._worker.close()
+                return None
+            self._gone_by = time.monotonic() + LAST_WORDS
+        code = self._worker.wait(0)
+        if code is None and time.monotonic() < self._gone_by:
+            return None
+        return self._end(code)
+
+    def fileno(self) -> int | None:
+        """Readable when there is something to hear; None when no more will be said."""
+        return self._worker.fileno() if self._gone_by is None else None
+
+    def patience(self) -> float:
+        """Seconds until the next look."""
+        if self._gone_by is not None:
+            return _SHORT_TICK
+        longest = _TICK if self._hang is None else _STACKS_TICK
+        return min(longest, max(_SHORT_TICK, self._kill_at - time.monotonic()))
+
+    def tell_lost(self, member: int) -> None:
+        self._worker.tell(Lost(member))
+
+    def kill(self) -> None:
+        self._kill_at = 0.0
+        self._worker.kill()
+
+    def close(self) -> None:
+        """Ends the worker, if it has not ended, and lets go of it."""
+        self._worker.close()
 
     def _hear(self) -> bool:
         """Takes in what the worker has said. False once it is gone, or has nothing more to say."""
@@ -78,7 +129,9 @@ class Attempt:
         self._last_tick = now
         if self._stop.stopping:
             self._pass_on_the_stop()
-        if self._hang is None and now < self._kill_at:
+        if self._hang is not None and self._worker.has_answered():
+            self._kill_at = 0.0
+        elif self._hang is None and now < self._kill_at:
             self._watch(now)
         if now >= self._kill_at:
             self._worker.kill()
@@ -92,20 +145,12 @@ class Attempt:
         if self.journal.phase in (START, LOAD):
             self._kill_at = 0.0  # there is nothing to finish, and a model that loads cannot be interrupted otherwise
         elif order != self._told:
-            self._worker.stop(order)
-            self._say(order)
+            self._worker.tell(order)
+            self._notice.tell(order)
             is_shortened = self._told is not None and stop.deadline < self._told.deadline  # by SIGTERM
             grace = GRACE_WARNED if stop.warned and not is_shortened else GRACE
             self._kill_at = min(stop.deadline + grace, time.monotonic() + GRACE_NOW if stop.now else float("inf"))
         self._told = order
-
-    def _say(self, order: StopOrder) -> None:
-        if order.now:
-            self._echo("stopping now")
-        elif self._told is None:
-            seconds = max(0.0, order.deadline - time.monotonic())
-            more = "; press Ctrl-C again to stop now" if order.reason == "SIGINT" else ""
-            self._echo(f"{order.reason}: running rows may finish within {seconds:.0f} s, nothing new{more}")
 
     # -- the watchdog
 
@@ -117,7 +162,6 @@ class Attempt:
         doing = "loading the model" if self.journal.phase == LOAD else "making a step"
         self._hang = f"hung: {silence:.0f} s without {doing}"
         self._worker.ask_for_stacks()
-        self._kill_at = 0.0
 
     # -- the end
 

@@ -1,15 +1,24 @@
 """What supervisor and worker say to each other.
 
 Down the worker's standard input go pickles: one `Orders`, then a `StopOrder` whenever the supervisor's view of the end
-changes. Its end of file means that the supervisor is gone. Up a pipe come lines of text, each one write, so that what
-a worker said last can be read after its death:
+changes, and a `Lost` whenever a device of its team is given up. Its end of file means that the supervisor is gone. Up a
+pipe come lines of text, each one write, so that what a worker said last can be read after its death:
 
     phase NAME              see batchjob.watch
     attempt JSON            name and directory of the attempt
     + ROW ROW ...           these rows enter the engine with the step that begins now
     - ROW ROW ...           these rows are finished, and in the store
-    . PROMPT OUTPUT         something was achieved; tokens of this attempt so far
+    . PROMPT OUTPUT ...     something was achieved; tokens of this attempt so far; then, once they are known, failed
+                            rows of this attempt, and sequences that run and that wait
     end JSON                why the worker ends: kind, exit code, message
+
+A worker of a team prints nothing itself, and says what the supervisor must know to speak for all of them:
+
+    say JSON                a line for a person
+    header JSON             the lines that a person is told before the first step
+    share ROWS DONE         rows of the command's shard, and those in parts
+    chunk INDEX ROW ROWS COMPLETE   this chunk is taken up: its first row, its rows, and those complete already
+    result JSON             what the run came to: RunResult, rows in parts, rows in open chunks (see store.counts)
 """
 
 from __future__ import annotations
@@ -20,7 +29,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from batchjob.spec import JobSpec
-from batchjob.watch import Assignment
+from batchjob.watch import Assignment, Team
 
 
 class Kind(StrEnum):
@@ -43,6 +52,7 @@ class Orders:
     report_fd: int  # where its lines go
     stacks_fd: int  # where the stacks of its threads go, when asked for or in a crash
     debug: bool = False
+    team: Team | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +63,13 @@ class StopOrder:
     deadline: float
     now: bool
     warned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A member of the team that gets no further worker."""
+
+    member: int
 
 
 def rows_line(sign: str, rows: Iterable[int]) -> str:

@@ -10,14 +10,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 
 from batchjob.spec import JobSpec
-from batchjob.supervisor.messages import Orders, StopOrder
-from batchjob.watch import Assignment
+from batchjob.supervisor.messages import Lost, Orders, StopOrder
+from batchjob.watch import Assignment, Team
 
 WORKER = (sys.executable, "-m", "batchjob.worker")  # tests put a program of their own here
 STACKS_SIGNAL = signal.SIGQUIT  # the worker answers it with the stacks of all its threads
 _STACKS_WAIT = 2.0  # seconds for that answer
+_STACKS_LOOK = 0.1  # seconds in which it must not have grown to be complete
 _MAX_STACKS = 1 << 20  # bytes of it that are kept
 # Stopping is the supervisor's business: a worker never sees these, even if a terminal or SLURM sends them to all.
 _BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
@@ -26,19 +28,34 @@ _BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 class WorkerProcess:
     """Standard output and error are the supervisor's own, so that a bar and lines look as if there were one process."""
 
-    def __init__(self, spec: JobSpec, assignment: Assignment, *, debug: bool) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        assignment: Assignment,
+        *,
+        debug: bool,
+        team: Team | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        """`environ` are variables on top of those of this process."""
         self._report_fd, report_end = os.pipe()
         os.set_blocking(self._report_fd, False)
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         try:
             self._process = subprocess.Popen(
-                WORKER, stdin=subprocess.PIPE, pass_fds=(report_end, self._stacks.fileno()), bufsize=0
+                WORKER,
+                stdin=subprocess.PIPE,
+                pass_fds=(report_end, self._stacks.fileno()),
+                bufsize=0,
+                env={**os.environ, **environ} if environ else None,
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(report_end)
-        self._tell(Orders(spec, assignment, os.getpid(), report_end, self._stacks.fileno(), debug))
+        self._stacks_asked = self._stacks_seen = 0.0
+        self._stacks_size = 0
+        self.tell(Orders(spec, assignment, os.getpid(), report_end, self._stacks.fileno(), debug, team))
 
     @property
     def pid(self) -> int:
@@ -60,9 +77,6 @@ class WorkerProcess:
                 return data or None
             data += block
 
-    def stop(self, order: StopOrder) -> None:
-        self._tell(order)
-
     def kill(self) -> None:
         self._process.kill()
 
@@ -74,16 +88,17 @@ class WorkerProcess:
             return None
 
     def ask_for_stacks(self) -> None:
-        """Returns once they are written, or it is clear that they will not be."""
         self._process.send_signal(STACKS_SIGNAL)
-        deadline = time.monotonic() + _STACKS_WAIT
-        size = -1
-        while time.monotonic() < deadline:
-            time.sleep(0.1)
-            now = os.fstat(self._stacks.fileno()).st_size
-            if now == size > 0:
-                return
-            size = now
+        self._stacks_asked = self._stacks_seen = time.monotonic()
+
+    def has_answered(self) -> bool:
+        """Whether its stacks are written, or it is clear that they will not be."""
+        now = time.monotonic()
+        if now < self._stacks_seen + _STACKS_LOOK:
+            return False
+        before, self._stacks_size = self._stacks_size, os.fstat(self._stacks.fileno()).st_size
+        self._stacks_seen = now
+        return self._stacks_size == before > 0 or now >= self._stacks_asked + _STACKS_WAIT
 
     def stacks(self) -> str:
         """What it wrote of its stacks, when asked or when it crashed."""
@@ -100,7 +115,7 @@ class WorkerProcess:
         os.close(self._report_fd)
         self._stacks.close()
 
-    def _tell(self, message: object) -> None:
+    def tell(self, message: Orders | StopOrder | Lost) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it is gone, which is seen elsewhere
             data = memoryview(pickle.dumps(message))

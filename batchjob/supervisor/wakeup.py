@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import threading
+from collections.abc import Iterable
 from types import TracebackType
 
 
@@ -30,9 +31,9 @@ class Wakeup:
         os.close(self._read_fd)
         os.close(self._write_fd)
 
-    def wait(self, fd: int, seconds: float) -> None:
-        """Until there is something to read from `fd`, a signal came, or the time is over."""
-        ready, _, _ = select.select([fd, self._read_fd], [], [], max(0.0, seconds))
+    def wait(self, fds: Iterable[int], seconds: float) -> None:
+        """Until there is something to read from one of `fds`, a signal came, or the time is over."""
+        ready, _, _ = select.select([*fds, self._read_fd], [], [], max(0.0, seconds))
         if self._read_fd in ready:
             with contextlib.suppress(BlockingIOError):
                 while os.read(self._read_fd, 512):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from batchjob.devices import Device
 from batchjob.errors import EngineError, InputMissingError, StorageError, UnsupportedModelError
 from batchjob.spec import JobSpec
+from batchjob.supervisor.lane import Lane
 from batchjob.supervisor.messages import Kind
-from batchjob.supervisor.supervisor import Supervisor
 from batchjob.watch import LOAD, RUN
 from batchjob.worker import classify
 
@@ -45,12 +46,14 @@ def test_what_may_be_better_next_time(error: Exception, in_load: Kind, in_run: K
 
 def test_a_time_limit_counts_from_the_first_start(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr("batchjob.supervisor.supervisor.time.monotonic", lambda: now)
-    supervisor = Supervisor(JobSpec(time_limit="1h"), echo=print)
-    assert supervisor._worker_spec().time_limit == "1h"
-    supervisor._num_restarts = 1
+    monkeypatch.setattr("batchjob.supervisor.lane.time.monotonic", lambda: now)
+    lane, *unlimited = [
+        Lane(JobSpec(time_limit=limit), Device("cpu", "cpu"), print, debug=False) for limit in ("1h", "auto", "none")
+    ]
+    assert lane.worker_spec().time_limit == "1h"
     now += 600
-    assert supervisor._worker_spec().time_limit == "3000s"
-    for unlimited in ("auto", "none"):
-        supervisor._spec = JobSpec(time_limit=unlimited)
-        assert supervisor._worker_spec().time_limit == unlimited
+    assert lane.worker_spec().time_limit == "3000s", "it waited for others to make the job"
+    lane.num_restarts = 1
+    now += 600
+    assert lane.worker_spec().time_limit == "2400s"
+    assert [lane.worker_spec().time_limit for lane in unlimited] == ["auto", "none"]
