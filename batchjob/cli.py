@@ -46,7 +46,7 @@ def _option(f: Field[Any]) -> Callable[[Any], Any]:
     """The click option of one JobSpec field; every default is None, so that flags can be told from silence."""
     kind = str(f.type).split(" ")[0]
     help_text = f.metadata["help"]
-    if f.default not in (None, False, (), True) and "[default" not in help_text:
+    if not isinstance(f.default, bool) and f.default not in (None, ()) and "[default" not in help_text:
         help_text += f" [default: {f.default:g}]" if kind == "float" else f" [default: {f.default}]"
     if kind == "bool":  # both spellings, so that a flag can undo what a job file sets
         positive = f.name.replace("_", "-")
