@@ -1,8 +1,8 @@
 """`DecodeGraphs`: decode steps as CUDA graphs, one per padded batch size. Launching a model's kernels one by one takes the
 host longer than a GPU needs to run them; a graph is launched as one.
 
-A graph is captured when its size is first needed, the largest at start-up, so that its memory is counted before the KV
-cache is sized: all graphs share one pool, and the largest needs the most.
+A graph is captured when its size is first needed: a job makes its first tokens sooner, and most sizes never come up. All
+share one pool of memory, for which `memory` leaves room.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from batchjob.engine.device_steps import DecodeBatch
 
 logger = logging.getLogger(__name__)
+
+
+class Captured(NamedTuple):
+    replay: Callable[[], object]
+    batch: DecodeBatch  # what it reads
+    logits: Tensor  # what it writes
+
 
 MAX_GRAPHS = 24
 
@@ -50,32 +57,41 @@ class DecodeGraphs:
         self._make_batch = make_batch
         self._run_batch = run_batch
         self.sizes = graph_sizes(max_num_seqs)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, DecodeBatch, Tensor]] = {}
+        self._captured: dict[int, Captured] = {}
         self._pool: object | None = None
         self.refused: str | None = None  # why no graph is used
 
     @property
     def num_captured(self) -> int:
-        return len(self._graphs)
+        return len(self._captured)
 
     def run(self, rows: Tensor) -> Tensor | None:
-        """Logits [len(rows), vocab] of one decode step of these rows; valid until the next call. None: there is no graph."""
+        """Logits [len(rows), vocab] of one decode step of these rows; valid until the next call. None: no graph for it."""
         size = self.sizes[bisect_left(self.sizes, len(rows))]
-        captured = self._graphs.get(size) or self.capture(size)
+        captured = self._captured.get(size) or self.capture(size)
         if captured is None:
             return None
-        graph, batch, logits = captured
+        batch = captured.batch
         batch.rows[: len(rows)].copy_(rows)
-        if len(rows) < size:
-            batch.rows[len(rows) :].fill_(batch.dummy)
-        graph.replay()
-        return logits[: len(rows)]
+        batch.rows[len(rows) :].fill_(batch.dummy)
+        captured.replay()
+        return captured.logits[: len(rows)]
 
-    def capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, DecodeBatch, Tensor] | None:
+    def capture(self, size: int) -> Captured | None:
         """Captures the graph of a size. None where the model cannot be captured; it is not tried again then."""
         if self.refused is not None:
             return None
-        batch = self._make_batch(size)
+        try:
+            self._captured[size] = self._record(self._make_batch(size))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self.refused = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            logger.warning("decode steps run without CUDA graphs: the model cannot be captured (%s)", self.refused)
+            return None
+        return self._captured[size]
+
+    def _record(self, batch: DecodeBatch) -> Captured:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -85,12 +101,6 @@ class DecodeGraphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, pool=self._pool):
-                logits = self._run_batch(batch)
-        except RuntimeError as error:
-            self.refused = str(error).splitlines()[0]
-            logger.warning("decode steps run without CUDA graphs: this model cannot be captured (%s)", self.refused)
-            return None
-        self._graphs[size] = graph, batch, logits
-        return self._graphs[size]
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits = self._run_batch(batch)
+        return Captured(graph.replay, batch, logits)

@@ -47,11 +47,13 @@ def paged_attention(
     """
     num_heads, num_kv_heads = q.shape[1], cache.shape[2]
     out = torch.empty_like(q)
+    kv_lens, block_table = meta.kv_lens, meta.block_table
+    if meta.device_lens is not None:
+        kv_lens, block_table = meta.device_lens.kv_lens.tolist(), block_table[meta.device_lens.table_rows]
     start = 0
-    for row, (query_len, kv_len) in enumerate(zip(meta.query_lens, meta.kv_lens, strict=True)):
+    for row, (query_len, kv_len) in enumerate(zip(meta.query_lens, kv_lens, strict=True)):
         num_blocks = -(-kv_len // meta.block_size)
-        table = meta.block_table[row if meta.device_lens is None else meta.device_lens.table_rows[row]]
-        tiles = cache[table[:num_blocks].long()].float()
+        tiles = cache[block_table[row, :num_blocks].long()].float()
         own = tiles.permute(0, 3, 1, 2, 4).flatten(0, 1)[:kv_len]  # [kv_len, 2, kv_heads, head_dim]
         keys, values = own.repeat_interleave(num_heads // num_kv_heads, dim=2).unbind(1)
         scores = torch.einsum("qhd,khd->hqk", q[start : start + query_len].float(), keys) * scale

@@ -1,0 +1,93 @@
+"""Decode batches of a few sizes, padded, as a graph sees them. Capture itself needs a GPU; here it is played by hand."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchjob.engine import Engine, EngineConfig, ahead_steps, runner
+from batchjob.engine.device_steps import DecodeBatch
+from batchjob.engine.graphs import MAX_GRAPHS, Captured, DecodeGraphs, graph_sizes
+from batchjob.engine.runner import TorchRunner
+from batchjob.records import Request
+from batchjob.sampling import SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parent))
+from families import FAMILIES, save
+
+
+@given(st.integers(1, 5000))
+def test_sizes_reach_the_largest_batch_with_little_padding(max_num_seqs: int) -> None:
+    sizes = graph_sizes(max_num_seqs)
+    assert sizes == sorted(set(sizes))
+    assert len(sizes) <= MAX_GRAPHS
+    assert sizes[-1] == max_num_seqs
+    for smaller, larger in zip(sizes, sizes[1:], strict=False):
+        assert smaller < 8 or larger - smaller <= max(8, smaller // 2)
+
+
+class NoText:
+    def decode(self, ids: list[int]) -> str:
+        return ""
+
+
+def run(path: Path, **settings: Any) -> dict[int, list[int]]:
+    torch.set_num_threads(1)
+    config = EngineConfig(max_model_len=48, max_num_seqs=13, block_size=4, eos_token_ids=(2,), **settings)
+    engine = Engine(TorchRunner(path, config), NoText(), config)
+    rng = random.Random(1)
+    for row in range(20):
+        params = SamplingParams(max_tokens=rng.randint(1, 16), temperature=row % 2)
+        engine.add(Request(row, 0, [rng.randrange(3, 96) for _ in range(rng.randint(1, 9))], params, stream=row))
+    tokens = {}
+    while engine.has_unfinished():
+        tokens.update({completion.row_index: completion.token_ids for completion in engine.step()})
+    return tokens
+
+
+def test_padded_batches_give_the_tokens_of_plain_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture reads and writes fixed tensors only: the play repeats the batch, on the tensors that it was made with."""
+    path = save(tmp_path / "llama", *FAMILIES["llama"])
+    expected = run(path)
+    sizes: list[tuple[int, int]] = []
+
+    def record(self: DecodeGraphs, batch: DecodeBatch) -> Captured:
+        logits = self._run_batch(batch).clone()
+
+        def replay() -> None:
+            sizes.append((len(batch.rows), int((batch.rows != batch.dummy).sum())))
+            logits.copy_(self._run_batch(batch))
+
+        return Captured(replay, batch, logits)
+
+    monkeypatch.setattr(DecodeGraphs, "_record", record)
+    for module in (ahead_steps, runner):
+        monkeypatch.setattr(module, "READ_DEVICE_LENS", {"reference"})
+    make = ahead_steps.DeviceSteps
+    monkeypatch.setattr(ahead_steps, "DeviceSteps", lambda *a, **kw: make(*a, **{**kw, "use_graphs": True}))
+    for num_steps in (1, 3):
+        sizes.clear()
+        actual = run(path, attention_backend="reference", async_scheduling=True, decode_steps_per_launch=num_steps)
+        assert actual == expected
+        assert {size for size, _ in sizes} <= {1, 2, 4, 8, 13}
+        assert any(used < size for size, used in sizes)
+
+
+def test_a_model_that_cannot_be_captured_runs_without(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(batch: DecodeBatch) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    graphs = DecodeGraphs(lambda size: None, fail, 8)  # type: ignore[arg-type, return-value]
+    graphs._record = fail  # type: ignore[method-assign]
+    assert graphs.run(torch.zeros(3, dtype=torch.int64)) is None
+    assert graphs.refused == "operation not permitted when stream is capturing"
+    assert "without CUDA graphs" in caplog.text
+    assert graphs.run(torch.zeros(3, dtype=torch.int64)) is None
+    assert caplog.text.count("without CUDA graphs") == 1
