@@ -184,7 +184,7 @@ class SlotTables:
 
 
 def _widened(table: Tensor, width: int) -> Tensor:
-    """The table with room for `width` entries in its last dimension: a power of two, at least 4 if any; new ones are 0."""
+    """The table with room for `width` entries in its last dimension: a power of two, at least 4. New ones are 0."""
     if width <= table.shape[-1]:
         return table
     wider = table.new_zeros((*table.shape[:-1], max(4, 1 << (width - 1).bit_length())))

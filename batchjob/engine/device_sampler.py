@@ -8,6 +8,9 @@ has a shape that depends on what is in a tensor, so that both can be captured in
 
 from __future__ import annotations
 
+from importlib import import_module
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -36,7 +39,9 @@ class DeviceSampler:
         use_triton: bool,
     ) -> None:
         self._tables = SlotTables(vocab_size, eos_token_ids, max_num_seqs, device)
-        self._use_triton = use_triton
+        self._ops: ModuleType | None = None
+        if use_triton:  # where Triton is missing, nothing else here needs it
+            self._ops = import_module("batchjob_kernels.sampling_ops")
         self.penalty_bytes = 4 * vocab_size * (max_num_seqs + 1)  # of the counts that the first penalised row brings
 
     def admit(self, seq: Sequence) -> None:
@@ -68,10 +73,8 @@ class DeviceSampler:
         tables, penalised = self._tables, mode.penalised
         if mode.edited:
             logits = self._edit(logits, mode, slots, num_output_tokens)
-        if self._use_triton:
-            from batchjob_kernels import sampling_ops
-
-            tokens = sampling_ops.sample(
+        if self._ops is not None:
+            tokens = self._ops.sample(
                 logits, tables.settings, slots, num_output_tokens, random=mode.random, filtered=mode.filtered
             )
         elif mode.random:
@@ -89,11 +92,8 @@ class DeviceSampler:
         settings = tables.settings[slots]
         if not mode.penalised:
             work = logits.to(torch.float32, copy=True)
-        elif self._use_triton:
-            from batchjob_kernels import sampling_ops
-
-            assert tables.counts is not None
-            work = sampling_ops.penalise(logits, tables.settings, tables.counts, slots)
+        elif self._ops is not None:
+            work = self._ops.penalise(logits, tables.settings, tables.counts, slots)
         else:
             assert tables.counts is not None
             work = device_draw.penalise(logits, settings, tables.counts[slots])
@@ -111,8 +111,6 @@ class DeviceSampler:
         `num_output_tokens` is what `sample` got. Stop strings are the host's concern.
         """
         tables = self._tables
-        if self._use_triton:
-            from batchjob_kernels import sampling_ops
-
-            return sampling_ops.ended(tokens, tables.settings, tables.stops, slots, num_output_tokens)
+        if self._ops is not None:
+            return self._ops.ended(tokens, tables.settings, tables.stops, slots, num_output_tokens)
         return device_draw.ended(tokens, tables.settings[slots], tables.stops[slots], num_output_tokens)

@@ -29,24 +29,34 @@ def sample(
     With `random`, rows with a temperature are drawn; with `filtered` as well, their top_k, top_p and min_p apply.
     Float32 inside; of the logits nothing larger than two numbers per 256 is kept.
     """
-    num_rows, vocab = logits.shape
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    if not num_rows:
-        return tokens
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    num_groups = triton.cdiv(vocab, GROUP)
-    pad = triton.next_power_of_2(num_groups)
-    floats = settings.view(torch.float32)
-    maxima, sums = torch.empty(2, num_rows, num_groups, dtype=torch.float32, device=logits.device)
-    best, bounds = torch.empty(2, num_rows, dtype=torch.float32, device=logits.device)
     filtered = filtered and random
+    maxima, sums = group_weights(logits, settings, slots, random=random and not filtered)
+    limits = None
+    if filtered:
+        limits = weight_bounds(logits, settings, slots, maxima)
+        maxima, sums = group_weights(logits, settings, slots, random=True, limits=limits)
+    return draw(logits, settings, slots, num_output_tokens, maxima, sums, limits, random=random)
 
-    def groups(*, random: bool, filtered: bool) -> None:
+
+def group_weights(
+    logits: Tensor, settings: Tensor, slots: Tensor, *, random: bool, limits: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Per group of 256 tokens, float32 [n, groups]: the largest logit, and if `random` the sum of the weights.
+
+    A weight here is exp((logit - largest of the group) / temperature). `limits` is what `weight_bounds` returns.
+    The sums are the same, to the last bit, with limits that keep everything and without any.
+    """
+    num_rows, vocab = logits.shape
+    num_groups = triton.cdiv(vocab, GROUP)
+    maxima, sums = torch.empty(2, num_rows, num_groups, dtype=torch.float32, device=logits.device)
+    best, bounds = limits if limits is not None else (maxima, maxima)  # not read without
+    if num_rows:
         sample_groups.groups_kernel[(num_rows, triton.cdiv(num_groups, sample_groups.GROUPS_AT_ONCE))](
             logits,
             logits.stride(0),
-            floats,
+            settings.view(torch.float32),
             slots,
             maxima,
             sums,
@@ -55,18 +65,26 @@ def sample(
             vocab,
             num_groups,
             RANDOM=random,
-            FILTERED=filtered,
+            FILTERED=limits is not None,
             GROUPS=sample_groups.GROUPS_AT_ONCE,
             num_warps=4,
         )
+    return maxima, sums
 
-    groups(random=random and not filtered, filtered=False)
-    if filtered:
+
+def weight_bounds(logits: Tensor, settings: Tensor, slots: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest logit of each row, and the least weight exp((logit - largest) / temperature) that its filters keep.
+
+    Both float32 [n]; `maxima` is of `group_weights`.
+    """
+    (num_rows, vocab), num_groups = logits.shape, maxima.shape[1]
+    best, bounds = torch.empty(2, num_rows, dtype=torch.float32, device=logits.device)
+    if num_rows:
         filter_bounds.bounds_kernel[(num_rows,)](
             logits,
             logits.stride(0),
             settings,
-            floats,
+            settings.view(torch.float32),
             settings.view(torch.float64),
             slots,
             maxima,
@@ -74,28 +92,45 @@ def sample(
             bounds,
             vocab,
             num_groups,
-            NUM_GROUPS_PAD=pad,
+            NUM_GROUPS_PAD=triton.next_power_of_2(num_groups),
             num_warps=4,
         )
-        groups(random=True, filtered=True)
-    sample_draw.draw_kernel[(num_rows,)](
-        logits,
-        logits.stride(0),
-        settings,
-        floats,
-        slots,
-        num_output_tokens,
-        maxima,
-        sums,
-        bounds,
-        tokens,
-        vocab,
-        num_groups,
-        RANDOM=random,
-        FILTERED=filtered,
-        NUM_GROUPS_PAD=pad,
-        num_warps=4,
-    )
+    return best, bounds
+
+
+def draw(
+    logits: Tensor,
+    settings: Tensor,
+    slots: Tensor,
+    num_output_tokens: Tensor,
+    maxima: Tensor,
+    sums: Tensor,
+    limits: tuple[Tensor, Tensor] | None,
+    *,
+    random: bool,
+) -> Tensor:
+    """The last part of `sample`, given what `group_weights` and, with filters, `weight_bounds` return."""
+    (num_rows, vocab), num_groups = logits.shape, maxima.shape[1]
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if num_rows:
+        sample_draw.draw_kernel[(num_rows,)](
+            logits,
+            logits.stride(0),
+            settings,
+            settings.view(torch.float32),
+            slots,
+            num_output_tokens,
+            maxima,
+            sums,
+            limits[1] if limits is not None else maxima,
+            tokens,
+            vocab,
+            num_groups,
+            RANDOM=random,
+            FILTERED=limits is not None,
+            NUM_GROUPS_PAD=triton.next_power_of_2(num_groups),
+            num_warps=4,
+        )
     return tokens
 
 
