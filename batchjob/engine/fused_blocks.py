@@ -66,7 +66,13 @@ class FusedAttention(nn.Module):
 
     def __init__(self, attention: nn.Module, call: LayerCall) -> None:
         super().__init__()
-        self._call = call
+        # Not the call itself, which holds the module that this one replaces, and its weights.
+        self._settings: dict[str, Any] = {
+            "scale": call.scale,
+            "window": call.window,
+            "softcap": call.softcap,
+            "sinks": call.sinks,
+        }
         self._layer_index = int(attention.layer_idx)  # type: ignore[arg-type]
         num_heads, num_kv_heads, dim = call.num_heads, call.num_kv_heads, call.head_dim
         self._num_heads, self._num_rotated, self._dim = num_heads, num_heads + num_kv_heads, dim
@@ -104,17 +110,8 @@ class FusedAttention(nn.Module):
                 part.copy_(norm(part))
         pairs = torch.view_as_complex(heads[:, : self._num_rotated].unflatten(2, (-1, 2)))
         pairs.mul_(step.rotation(*position_embeddings))
-        call = self._call
-        out = step.attend(
-            self._layer_index,
-            q,
-            heads[:, self._num_heads :].unflatten(1, (2, -1)),
-            scale=call.scale,
-            window=call.window,
-            softcap=call.softcap,
-            sinks=call.sinks,
-        )
-        return out.flatten(1)
+        kv = heads[:, self._num_heads :].unflatten(1, (2, -1))
+        return step.attend(self._layer_index, q, kv, **self._settings).flatten(1)
 
 
 class FusedLayer(nn.Module):

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from batchjob_kernels.meta import AttnMeta
+from batchjob_kernels.reference import write_kv
 
-FP8_MAX = 448.0  # the greatest number of float8_e4m3fn, which has no infinity
-
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     "gelu": torch.nn.functional.gelu,
@@ -41,7 +40,7 @@ def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     `activation` is "silu", "gelu_tanh" or "gelu"; another one is a KeyError.
     """
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (_ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)
+    return (ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)
 
 
 def rotary_write(
@@ -79,19 +78,8 @@ def rotary_write(
         first, second, rest = x.split((half, half, head_dim - 2 * half), dim=2)
         return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=2).to(qkv.dtype)
 
-    store_kv(torch.stack((rotated(k), v.to(qkv.dtype)), dim=1), cache, meta)
+    write_kv(torch.stack((rotated(k), v.to(qkv.dtype)), dim=1), cache, meta)
     return rotated(q)
-
-
-def store_kv(kv: Tensor, cache: Tensor, meta: AttnMeta) -> None:
-    """`kv` [n, 2, num_kv_heads, head_dim] into `cache` at `meta.slots`: zero for what is not finite, and for an FP8
-    cache clamped to its range, as a larger number would become NaN there."""
-    values = torch.nan_to_num(kv, nan=0.0, posinf=0.0, neginf=0.0)
-    if cache.dtype == torch.float8_e4m3fn:
-        values = values.float().clamp(-FP8_MAX, FP8_MAX).to(cache.dtype).view(torch.uint8)
-        cache = cache.view(torch.uint8)
-    block, position = meta.slots // meta.block_size, meta.slots % meta.block_size
-    cache[block, :, :, position] = values.to(cache.dtype)
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:

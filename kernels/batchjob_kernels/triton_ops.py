@@ -11,12 +11,11 @@ import triton
 from torch import Tensor
 
 from batchjob_kernels.meta import AttnMeta
-from batchjob_kernels.reference_ops import FP8_MAX
+from batchjob_kernels.reference import MAX_FP8
+from batchjob_kernels.reference_ops import ACTIVATIONS
 from batchjob_kernels.triton_kernels import activation as activation_kernels
 from batchjob_kernels.triton_kernels import norm as norm_kernels
 from batchjob_kernels.triton_kernels import rotary as rotary_kernels
-
-_ACTIVATIONS = frozenset({"silu", "gelu_tanh", "gelu"})
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
@@ -54,7 +53,7 @@ def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, of
 
 def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     """As `reference_ops.act_and_mul`."""
-    if activation not in _ACTIVATIONS:
+    if activation not in ACTIVATIONS:
         raise KeyError(activation)
     gate_up = gate_up.contiguous()
     num_rows, size = len(gate_up), gate_up.shape[1] // 2
@@ -84,16 +83,19 @@ def rotary_write(
     """As `reference_ops.rotary_write`."""
     qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
     num_tokens, all_heads, head_dim = qkv.shape
+    rotary_dim = cos.shape[1] if rotary_dim is None else rotary_dim
+    if rotary_dim > head_dim or rotary_dim // 2 > cos.shape[1]:
+        raise ValueError(f"{rotary_dim} rotated dimensions of {head_dim}, with {cos.shape[1]} cosines")
     values = rotary_kernels.constants(
         num_heads,
         cache.shape[2],
         head_dim,
-        cos.shape[1] if rotary_dim is None else rotary_dim,
+        rotary_dim,
         cos.shape[1],
         meta.block_size,
         q_norm=q_norm is not None,
         k_norm=k_norm is not None,
-        fp8_max=FP8_MAX if cache.dtype == torch.float8_e4m3fn else 0.0,
+        fp8_max=MAX_FP8 if cache.dtype == torch.float8_e4m3fn else 0.0,
     )
     q = qkv.new_empty(num_tokens, num_heads, head_dim)
     if num_tokens:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from batchjob_kernels.reference_ops import FP8_MAX
+from batchjob_kernels.reference import MAX_FP8
 from batchjob_kernels.triton_kernels.aot_case import AotCase
 
 NUM_WARPS = 4
@@ -161,7 +161,7 @@ def constants(
 
 def _case(name: str, heads: tuple[int, int, int], rotary_dim: int, dtype: str, cache: str, norms: bool) -> AotCase:
     num_heads, num_kv_heads, head_dim = heads
-    fp8_max = FP8_MAX if cache == "fp8e4nv" else 0.0
+    fp8_max = MAX_FP8 if cache == "fp8e4nv" else 0.0
     values = constants(
         num_heads, num_kv_heads, head_dim, rotary_dim, rotary_dim, 16, q_norm=norms, k_norm=norms, fp8_max=fp8_max
     )
