@@ -1,19 +1,29 @@
-"""One compilation of a kernel without a GPU: what a module that defines kernels lists in `AOT`."""
+"""What the ahead-of-time check (`python -m batchjob_kernels.aot`) compiles of each module: its list `AOT`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class AotCase:
-    """A kernel with the types and constants that one model shape gives it."""
+    """One kernel with the types and constants of one use.
+
+    `signature` gives every argument's Triton type ("*bf16", "i32", "fp32"; those in `constexprs` may be left out).
+    Pointers and integers are taken to be divisible by 16 unless named in `unaligned`, as Triton finds them at launch.
+    """
 
     name: str
-    fn: Any  # the kernel, as `triton.jit` returns it
-    signature: dict[str, str]  # argument -> type, such as "*bf16", "i32", "fp32" or "constexpr"
-    constexprs: dict[str, Any]
-    num_warps: int
-    num_stages: int
-    is_matmul: bool  # whether tensor-core instructions are expected
+    fn: Any  # a `triton.jit` function
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    is_matmul: bool = False  # tensor-core instructions are asked for
+    min_capability: int = 80  # 89: the 8-bit float types that Triton knows from there on
+    max_capability: int = 999
+    unaligned: frozenset[str] = frozenset()
+    wide_loads: bool = True  # 16-byte loads from global memory are asked for
+    quick: bool = False  # one of the few that the ordinary test run compiles
