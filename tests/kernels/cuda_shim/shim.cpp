@@ -176,19 +176,24 @@ void barrier(int line) {
     suspend();
 }
 
-void exchange(unsigned mask, const void* mine, void* others, int bytes, int far) {
-    const int lane = current->number % 32, first = current->number - lane;
-    if (mask != 0xffffffffu || bytes > 8 || far < 1 || far > 31) fail("a shuffle that the machine cannot do");
+int lane() { return current->number % 32; }
+
+void exchange(unsigned mask, const void* mine, void* others, int bytes, int from_lane) {
+    const int first = current->number - lane();
+    if (mask != 0xffffffffu || bytes > 8 || from_lane < 0 || from_lane > 31) {
+        fail("a shuffle that the machine cannot do");
+        suspend();
+    }
     Warp& warp = warps[current->number / 32];
     const int parity = current->shuffles++ % 2;
-    memcpy(warp.slots[parity][lane], mine, bytes);
+    memcpy(warp.slots[parity][lane()], mine, bytes);
     current->state = State::in_shuffle;
     if (++warp.arrived[parity] == 32) {
         warp.arrived[parity] = 0;
         for (int t = first; t < first + 32; ++t) wake(*fibers[t]);
     }
     suspend();
-    memcpy(others, warp.slots[parity][lane ^ far], bytes);
+    memcpy(others, warp.slots[parity][from_lane], bytes);
 }
 
 void async_copy(void* to, const void* from, bool live) {

@@ -24,15 +24,16 @@ const Index& thread_index();
 const Index& block_index();
 unsigned char* shared_memory();
 void barrier(int line);
-void exchange(unsigned mask, const void* mine, void* others, int bytes, int far);
+int lane();
+void exchange(unsigned mask, const void* mine, void* others, int bytes, int from_lane);
 void async_copy(void* to, const void* from, bool live);
 void commit();
 void wait(int newest);
 
 template <typename T>
-T shuffle_xor(unsigned mask, T value, int far) {
+T shuffle(unsigned mask, T value, int from_lane) {
     T other;
-    exchange(mask, &value, &other, sizeof(T), far);
+    exchange(mask, &value, &other, sizeof(T), from_lane);
     return other;
 }
 
@@ -41,7 +42,8 @@ T shuffle_xor(unsigned mask, T value, int far) {
 #define threadIdx shim::thread_index()
 #define blockIdx shim::block_index()
 #define __syncthreads() shim::barrier(__LINE__)
-#define __shfl_xor_sync(mask, value, far) shim::shuffle_xor(mask, value, far)
+#define __shfl_sync(mask, value, from_lane) shim::shuffle(mask, value, from_lane)
+#define __shfl_xor_sync(mask, value, far) shim::shuffle(mask, value, shim::lane() ^ (far))
 #define DYNAMIC_SHARED(name) unsigned char* const name = shim::shared_memory()
 
 inline int min(int a, int b) { return a < b ? a : b; }
@@ -72,6 +74,7 @@ inline unsigned short float_to_half(float x) {
 }
 
 inline float exp2_fast(float x) { return exp2f(x); }
+inline float reciprocal_fast(float x) { return 1.0f / x; }
 inline void async_copy_16(void* to, const void* from, bool live) { shim::async_copy(to, from, live); }
 inline void async_commit() { shim::commit(); }
 template <int newest>

@@ -31,6 +31,12 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return result;
 }
 
+__device__ __forceinline__ float reciprocal_fast(float x) {
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
 __device__ __forceinline__ float half_to_float(unsigned short bits) {
     float result;
     asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(bits));

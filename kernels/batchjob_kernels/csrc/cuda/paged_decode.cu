@@ -2,13 +2,15 @@
 //
 // A block takes one KV head of one sequence and a run of tiles, a tile being 8 KiB of keys and as much of values. All
 // query heads of the group use what it reads. Copies run two tiles ahead, in three stages of shared memory. A lane
-// holds eight dimensions of a key, so that a key takes head_dim / 8 lanes; each such set of lanes keeps a softmax of
-// its own over its keys (Milakov and Gimelshein, 2018), and all of them are merged at the end: lanes by shuffles, warps
-// in shared memory, splits by a second kernel (as in Flash-Decoding, Dao et al., 2023).
+// holds eight dimensions of a key, so that a key takes head_dim / 8 lanes, a *set*. A set scores a batch of keys for all
+// of its heads, adds up the lanes' parts such that each lane ends with one of the scores, and turns that one into a
+// weight. It keeps a softmax of its own over its keys (Milakov and Gimelshein, 2018). All softmaxes are merged at the end:
+// sets by shuffles, warps in shared memory, splits by a second kernel (as in Flash-Decoding, Dao et al., 2023).
 #include "numbers.cuh"
 
 constexpr int kThreads = 128, kWarps = kThreads / 32, kStages = 3;
 constexpr int kHalfStage = 8192, kStage = 2 * kHalfStage, kSharedBytes = kStages * kStage;
+constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kMinTiles = 4;  // of a split: fewer do not pay for the merge
 
 struct DecodeParams {
@@ -62,6 +64,24 @@ __device__ __forceinline__ float final_factor(Stats stats, const float* sinks, i
     return own / (stats.sum * own + factor(sink, overall));
 }
 
+// Sums each of the first kCount numbers over the lanes of a set, 2 * kFar of them, and leaves each lane its share of the
+// sums: lane by lane in order, one sum for several lanes if there are fewer of them than lanes.
+template <int kCount, int kFar, int kNumbers>
+__device__ __forceinline__ void reduce_scatter(float (&numbers)[kNumbers], int lane) {
+    if constexpr (kFar > 0 && kCount > 1) {
+        const bool upper = (lane & kFar) != 0;
+#pragma unroll
+        for (int i = 0; i < kCount / 2; ++i) {
+            const float low = numbers[i], high = numbers[i + kCount / 2];
+            numbers[i] = (upper ? high : low) + __shfl_xor_sync(kAllLanes, upper ? low : high, kFar);
+        }
+        reduce_scatter<kCount / 2, kFar / 2>(numbers, lane);
+    } else if constexpr (kFar > 0) {
+        numbers[0] += __shfl_xor_sync(kAllLanes, numbers[0], kFar);
+        reduce_scatter<1, kFar / 2>(numbers, lane);
+    }
+}
+
 template <typename KV, int kHeadDim>
 constexpr int kTileKeys = kHalfStage / (kHeadDim * static_cast<int>(sizeof(KV)));
 
@@ -73,7 +93,10 @@ __device__ __forceinline__ void decode(const DecodeParams& p) {
     constexpr int kKeyGroups = kWarps / kHeadGroups;                               // warps that share out the keys
     constexpr int kLanes = kHeadDim / 8, kKeysPerWarp = 32 / kLanes;               // per key; at once
     constexpr int kSteps = kTile / (kKeyGroups * kKeysPerWarp);                    // keys of a lane in a tile
-    constexpr int kBatch = kSteps < 4 ? kSteps : 4;                                // keys scored before a rescale
+    constexpr int kBatch = kSteps < 4 ? kSteps : 4;                                // keys scored at a time
+    constexpr int kScores = kBatch * kHeads;                                       // of a batch
+    constexpr int kOwn = kScores > kLanes ? kScores / kLanes : 1;                  // scores that end in one lane
+    constexpr int kSame = kScores < kLanes ? kLanes / kScores : 1;                 // lanes that end with one score
     constexpr int kCopy = 16 / static_cast<int>(sizeof(KV)), kCopiesPerKey = kHeadDim / kCopy;
     constexpr int kKeysPerPass = kThreads / kCopiesPerKey, kPasses = kTile / kKeysPerPass;
     static_assert(kPasses * kKeysPerPass == kTile && kSteps % kBatch == 0 && kSteps > 0, "tile and threads fit");
@@ -90,9 +113,17 @@ __device__ __forceinline__ void decode(const DecodeParams& p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int head_group = warp % kHeadGroups, key_group = warp / kHeadGroups;
     const int key_of_warp = lane / kLanes, dim = lane % kLanes * 8;
+    const int first_lane = lane - lane % kLanes, first_score = lane % kLanes / kSame * kOwn;
+    const auto place_in_tile = [&](int step) { return (step * kKeyGroups + key_group) * kKeysPerWarp + key_of_warp; };
+    // What the lane with score number `score` has in its kOwn numbers.
+    const auto of_score = [&](const float (&own)[kOwn], int score) {
+        return __shfl_sync(kAllLanes, own[score % kOwn], first_lane + score / kOwn * kSame);
+    };
 
     float q[kHeads][8], sums[kHeads][8];
-    Stats stats[kHeads];
+    float largest[kOwn], total[kOwn];  // of the lane's own scores: largest of the head; sum of the lane's weights
+#pragma unroll
+    for (int r = 0; r < kOwn; ++r) largest[r] = minus_infinity(), total[r] = 0.0f;
     const float q_scale = p.softcap > 0.0f ? p.scale / p.softcap : p.scale * kLog2e;
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
@@ -104,7 +135,6 @@ __device__ __forceinline__ void decode(const DecodeParams& p) {
 #pragma unroll
             for (int i = 0; i < 8; ++i) q[h][i] *= q_scale;
         }
-        stats[h] = Stats{minus_infinity(), 0.0f};
     }
 
     // Block numbers are looked up one tile before they are needed: the look-up must not hold up the copies.
@@ -158,71 +188,85 @@ __device__ __forceinline__ void decode(const DecodeParams& p) {
 
 #pragma unroll 1
         for (int step = 0; step < kSteps; step += kBatch) {
-            float weights[kBatch][kHeads];
+            float scores[kScores];
 #pragma unroll
             for (int b = 0; b < kBatch; ++b) {
-                const int key_of_tile = ((step + b) * kKeyGroups + key_group) * kKeysPerWarp + key_of_warp;
-                const int key = tile * kTile + key_of_tile;
-                const bool seen = key >= cut.first_key && key < cut.end_key;
                 float k[8];
-                load8(keys + key_of_tile * kHeadDim + dim, k);
+                load8(keys + place_in_tile(step + b) * kHeadDim + dim, k);
 #pragma unroll
                 for (int h = 0; h < kHeads; ++h) {
-                    float score = 0.0f;
+                    float& score = scores[b * kHeads + h] = 0.0f;
 #pragma unroll
                     for (int i = 0; i < 8; ++i) score += q[h][i] * k[i];
-#pragma unroll
-                    for (int far = kLanes / 2; far > 0; far /= 2) score += __shfl_xor_sync(0xffffffffu, score, far);
-                    if (p.softcap > 0.0f) {  // tanh(x) = 1 - 2 / (exp(2x) + 1)
-                        score = p.softcap * kLog2e * (1.0f - 2.0f / (exp2_fast(2.0f * kLog2e * score) + 1.0f));
-                    }
-                    weights[b][h] = seen ? score : minus_infinity();
                 }
+            }
+            reduce_scatter<kScores, kLanes / 2>(scores, lane);
+
+            float weights[kOwn], kept[kOwn];
+#pragma unroll
+            for (int r = 0; r < kOwn; ++r) {
+                const int key = tile * kTile + place_in_tile(step + (first_score + r) / kHeads);
+                const bool seen = key >= cut.first_key && key < cut.end_key;
+                float score = scores[r];
+                if (p.softcap > 0.0f) {  // tanh(x) = 1 - 2 / (exp(2x) + 1)
+                    const float tanh_score = 1.0f - 2.0f * reciprocal_fast(exp2_fast(2.0f * kLog2e * score) + 1.0f);
+                    score = p.softcap * kLog2e * tanh_score;
+                }
+                score = seen ? score : minus_infinity();
+                float now = fmaxf(largest[r], score);
+#pragma unroll
+                for (int far = kLanes / kBatch; far < kLanes; far *= 2) {  // the lanes with the head's other keys
+                    now = fmaxf(now, __shfl_xor_sync(kAllLanes, now, far));
+                }
+                kept[r] = factor(largest[r], now);
+                weights[r] = factor(score, now);
+                total[r] = total[r] * kept[r] + weights[r];
+                largest[r] = now;
             }
 #pragma unroll
             for (int h = 0; h < kHeads; ++h) {
-                float largest = stats[h].largest;
+                const float kept_of_head = of_score(kept, h);
 #pragma unroll
-                for (int b = 0; b < kBatch; ++b) largest = fmaxf(largest, weights[b][h]);
-                const float kept = factor(stats[h].largest, largest);
-                stats[h].sum *= kept;
-#pragma unroll
-                for (int i = 0; i < 8; ++i) sums[h][i] *= kept;
-#pragma unroll
-                for (int b = 0; b < kBatch; ++b) {
-                    weights[b][h] = factor(weights[b][h], largest);
-                    stats[h].sum += weights[b][h];
-                }
-                stats[h].largest = largest;
+                for (int i = 0; i < 8; ++i) sums[h][i] *= kept_of_head;
             }
 #pragma unroll
             for (int b = 0; b < kBatch; ++b) {
-                const int key_of_tile = ((step + b) * kKeyGroups + key_group) * kKeysPerWarp + key_of_warp;
                 float v[8];
-                load8(values + key_of_tile * kHeadDim + dim, v);
+                load8(values + place_in_tile(step + b) * kHeadDim + dim, v);
 #pragma unroll
                 for (int h = 0; h < kHeads; ++h) {
+                    const float weight = of_score(weights, b * kHeads + h);
 #pragma unroll
-                    for (int i = 0; i < 8; ++i) sums[h][i] += weights[b][h] * v[i];
+                    for (int i = 0; i < 8; ++i) sums[h][i] += weight * v[i];
                 }
             }
         }
     }
 
-    // Merge the lanes of one warp that hold the same dimensions of different keys.
+    // Every lane learns the softmax of its set.
+    Stats stats[kHeads];
+#pragma unroll
+    for (int r = 0; r < kOwn; ++r) {
+#pragma unroll
+        for (int far = kLanes / kBatch; far < kLanes; far *= 2) total[r] += __shfl_xor_sync(kAllLanes, total[r], far);
+    }
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) stats[h] = Stats{of_score(largest, h), of_score(total, h)};
+
+    // Merge the sets of a warp.
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
 #pragma unroll
         for (int far = kLanes; far < 32; far *= 2) {
-            const float other = __shfl_xor_sync(0xffffffffu, stats[h].largest, far);
+            const float other = __shfl_xor_sync(kAllLanes, stats[h].largest, far);
             const float overall = fmaxf(stats[h].largest, other), kept = factor(stats[h].largest, overall);
             stats[h].largest = overall;
             stats[h].sum *= kept;
-            stats[h].sum += __shfl_xor_sync(0xffffffffu, stats[h].sum, far);
+            stats[h].sum += __shfl_xor_sync(kAllLanes, stats[h].sum, far);
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 sums[h][i] *= kept;
-                sums[h][i] += __shfl_xor_sync(0xffffffffu, sums[h][i], far);
+                sums[h][i] += __shfl_xor_sync(kAllLanes, sums[h][i], far);
             }
         }
     }
