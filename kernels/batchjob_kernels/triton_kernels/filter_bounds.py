@@ -32,7 +32,8 @@ def keep(row, maxima, best, temperature, vocab, num_groups, low, middle, high, C
     number_low = tl.full([_TILE], 0.0, tl.float32)
     number_middle = tl.full([_TILE], 0.0, tl.float32)
     number_high = tl.full([_TILE], 0.0, tl.float32)
-    for first in range(0, num_groups, _GROUPS):
+    first = num_groups * 0
+    while first < num_groups:  # a range over a number from the device is beyond Triton 3.6's interpreter
         maximum = tl.load(maxima + first + some, mask=first + some < num_groups, other=-float("inf"))
         # A little too much never leaves out a token for the last bit of an exponential.
         if tl.exp((tl.max(maximum, axis=0) - best) / temperature) * 1.001 >= low:
@@ -46,6 +47,7 @@ def keep(row, maxima, best, temperature, vocab, num_groups, low, middle, high, C
             number_low += tl.where(weight >= low, value, 0.0)
             number_middle += tl.where(weight >= middle, value, 0.0)
             number_high += tl.where(weight >= high, value, 0.0)
+        first += _GROUPS
     return tl.sum(number_low, axis=0), tl.sum(number_middle, axis=0), tl.sum(number_high, axis=0)
 
 
