@@ -47,16 +47,16 @@ class Shape:
 
     def tiny(self) -> Shape:
         """The same kind of model in a size that a CPU runs in no time; for rehearsals and tests."""
-        small: dict[str, Any] = dict(
-            hidden_size=64,
-            intermediate_size=96,
-            num_layers=2,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=16,
-            vocab_size=512,
-            max_position=4096,
-        )
+        small: dict[str, Any] = {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 16,
+            "vocab_size": 512,
+            "max_position": 4096,
+        }
         return replace(self, **small)
 
     def config(self) -> Any:

@@ -1,4 +1,4 @@
-"""Seconds of work on a device, without the host's part: calls are captured in a CUDA graph and replayed between events."""
+"""Seconds of work on a device without the host's part: calls are captured in a CUDA graph, replayed between events."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""Runs a workload file through the engine: rows of `ids` (token ids) and `max_tokens`, greedy, end tokens ignored.
+"""Workloads, and running one through the engine: rows of token ids and `max_tokens`, end tokens ignored.
 
 The same rows give the same work to any other program, so that figures can be compared side by side.
 """
 
 from __future__ import annotations
 
+import csv
 import json
+import random
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
@@ -60,16 +62,34 @@ def read_workload(path: Path) -> list[Row]:
     return [Row(row["ids"], row["max_tokens"]) for row in rows]
 
 
+def published_rows(
+    count: int = 256, *, shortest: int = 100, longest: int = 1024, largest_id: int = 10_000, seed: int = 0
+) -> list[Row]:
+    """The workload that nano-vllm and mini-sglang publish figures for, with their calls of the random generator in
+    their order, so that the rows are the same: 142,827 tokens in, 133,966 out."""
+    rng = random.Random(seed)
+    prompts = [[rng.randint(0, largest_id) for _ in range(rng.randint(shortest, longest))] for _ in range(count)]
+    return [Row(prompt, rng.randint(shortest, longest)) for prompt in prompts]
+
+
+def length_rows(path: Path, *, largest_id: int = 10_000, seed: int = 0) -> list[Row]:
+    """Rows of the lengths in a CSV file with columns `prompt_tokens` and `output_tokens`; random token ids."""
+    rng = random.Random(seed)
+    with path.open(newline="") as file:
+        lengths = [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in csv.DictReader(file)]
+    return [Row([rng.randint(0, largest_id) for _ in range(prompt)], output) for prompt, output in lengths]
+
+
 def run_workload(
     model: str | Path, name: str, rows: list[Row], config: EngineConfig, *, profile: bool = False
 ) -> Result:
     """Loads the model, warms up with a few short rows, then runs all rows. Loading is not part of the time."""
     from batchjob.engine.runner import TorchRunner
 
-    engine = Engine(TorchRunner(model, config), _NoText(), config)
+    engine = Engine(TorchRunner(model, config), NoText(), config)
     try:
         # Backwards, so that the prefix cache has nothing of theirs afterwards.
-        _complete(engine, [Row(row.token_ids[:64][::-1], 4) for row in rows[:4]])
+        complete(engine, [Row(row.token_ids[:64][::-1], 4) for row in rows[:4]])
         before = engine.stats
         shares_context: object
         if profile:
@@ -80,9 +100,9 @@ def run_workload(
             shares_context = nullcontext()
         with shares_context as shares:  # type: ignore[attr-defined]
             started = time.perf_counter()
-            num_output_tokens = _complete(engine, rows)
+            num_output_tokens = complete(engine, rows)
             seconds = time.perf_counter() - started
-        stats = _difference(engine.stats, before)
+        stats = difference(engine.stats, before)
     finally:
         engine.close()
     return Result(
@@ -97,28 +117,40 @@ def run_workload(
     )
 
 
-def _difference(after: EngineStats, before: EngineStats) -> EngineStats:
+def difference(after: EngineStats, before: EngineStats) -> EngineStats:
+    """What an engine did in between."""
     return EngineStats(*(getattr(after, f.name) - getattr(before, f.name) for f in fields(EngineStats)))
 
 
-class _NoText:
+class NoText:
     """The workload is about tokens; nobody reads the text."""
 
     def decode(self, ids: list[int]) -> str:
         return ""
 
 
-def _complete(engine: Engine, rows: list[Row]) -> int:
+def complete(engine: Engine, rows: list[Row]) -> int:
     """Runs the rows in the engine's own order and returns how many tokens came out."""
+    add_rows(engine, rows)
+    num_tokens = 0
+    while engine.has_unfinished():
+        num_tokens += sum(len(completion.token_ids) for completion in engine.step())
+    return num_tokens
+
+
+def add_rows(engine: Engine, rows: list[Row], *, temperature: float = 0.0) -> None:
+    """Queues the rows in the engine's own order. Raises ValueError for one that cannot run."""
     requests = [
-        Request(i, 0, row.token_ids, SamplingParams(max_tokens=row.max_tokens, ignore_eos=True), stream=i)
+        Request(
+            i,
+            0,
+            row.token_ids,
+            SamplingParams(temperature=temperature, max_tokens=row.max_tokens, ignore_eos=True),
+            stream=i,
+        )
         for i, row in enumerate(rows)
     ]
     for request in arrange(requests, "auto"):
         refused = engine.add(request)
         if refused is not None and refused.error is not None:
             raise ValueError(f"row {request.row_index}: {refused.error.message}")
-    num_tokens = 0
-    while engine.has_unfinished():
-        num_tokens += sum(len(completion.token_ids) for completion in engine.step())
-    return num_tokens
