@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from batchjob.engine.attention import StepContext
-from batchjob.engine.deterministic_parts import ROWS, make_deterministic, set_switches
+from batchjob.engine.deterministic_parts import ROWS, make_deterministic, repeatable, set_switches
 from batchjob.engine.kv_cache import KVCache
 from batchjob.engine.load_check import logits_problem, packed_logits
-from batchjob.engine.model import LoadedModel, packed_forward
+from batchjob.engine.model import LoadedModel, first_line, packed_forward
 from batchjob.errors import UnsupportedModelError
 from batchjob_kernels import AttnMeta
 from batchjob_kernels.fixed_products import alone
@@ -46,8 +46,11 @@ class FixedRows:
 
         expected = logits()
         make_deterministic(model.module)
-        self._check(expected)
-        self._prove()
+        try:
+            self._check(expected)
+            self._prove()
+        except RuntimeError as error:  # of an operation that adds in no fixed order, or of a layer of another form
+            raise UnsupportedModelError(f"{model.name} cannot run with --deterministic: {first_line(error)}") from error
 
     @torch.inference_mode()
     def forward(self, input_ids: Tensor, positions: Tensor, keep: Tensor, step: StepContext) -> Tensor:
@@ -57,7 +60,7 @@ class FixedRows:
         kept = keep.tolist()
         parts: list[Tensor] = []
         order: list[int] = []  # rows of `parts`, as rows of the step
-        with alone():
+        with alone(), repeatable():
             for block in _blocks(step.meta, step.cache.null_block):
                 wanted = [row for row in kept if block.start <= row < block.stop]
                 # Logits of all rows or of none, so that they too are products of one shape.

@@ -7,7 +7,8 @@ rows as are routed to them, memory that is not aligned, the threads of a CPU, an
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -35,9 +36,18 @@ def set_switches() -> None:
     matmul.allow_fp16_reduced_precision_reduction = False
     if hasattr(matmul, "allow_fp16_accumulation"):
         matmul.allow_fp16_accumulation = False
-    if torch.cuda.is_available():
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time
-        torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time
+
+
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """Within it PyTorch adds in one order, and raises RuntimeError where an operation has no such form."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def make_deterministic(module: nn.Module) -> None:
