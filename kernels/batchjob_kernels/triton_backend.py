@@ -52,10 +52,7 @@ def write_kv(kv: Tensor, cache: Tensor, meta: AttnMeta) -> None:
     num_tokens, _, num_kv_heads, head_dim = kv.shape
     if not num_tokens:
         return
-    if kv[0].is_contiguous():
-        rows = kv
-    else:
-        rows = kv.contiguous()
+    rows = kv if kv[0].is_contiguous() else kv.contiguous()
     write_kv_kernel[(num_tokens,)](
         rows,
         cache,
@@ -174,7 +171,7 @@ def _launch(
         HAS_SOFTCAP=softcap is not None,
         PARTIAL=lse is not None,
         SHARED=launch.contexts is not None,
-        FREE_OF_MASKS=launch.tiles is not None and not meta.deterministic,
+        FREE_OF_MASKS=shape.free_of_masks,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )

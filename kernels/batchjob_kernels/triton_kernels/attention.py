@@ -199,10 +199,10 @@ def attention_kernel(
     largest = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
     if FREE_OF_MASKS and not HAS_WINDOW:
         if SHARED:
-            masked_from = (end - begin) // BLOCK_N
+            free = (end - begin) // BLOCK_N
         else:
-            masked_from = (before + first_row + 1 - begin) // BLOCK_N
-        masked_from = tl.minimum(tl.maximum(masked_from, first), last)
+            free = (before + first_row + 1 - begin) // BLOCK_N
+        masked_from = tl.minimum(tl.maximum(free, first), last)
         acc, total, largest = _walk(
             acc, total, largest, queries, own, blocks, begin, end, first, masked_from, last_key, window, scale, cap,
             NUM_KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, MASKED=False,

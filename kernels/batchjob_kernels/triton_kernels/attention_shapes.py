@@ -3,7 +3,7 @@ are cut into. Chosen for Hopper by shared memory and registers (see the table of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 # Where nothing else is to be considered, programs per multiprocessor: about two rounds of two that run side by side.
@@ -21,6 +21,7 @@ class Shape:
     keys: int  # BLOCK_N
     num_warps: int
     num_stages: int  # how far loads run ahead; half of it goes to the block table, which the others wait for
+    free_of_masks: bool = False  # tiles that all rows see entirely go through a loop of their own, without masks
 
 
 def power_of_two(number: int) -> int:
@@ -44,17 +45,16 @@ def choose_shape(kind: Kind, head_dim: int, group: int, itemsize: int, capabilit
     roomy = capability[0] in (8, 9, 10) and capability not in ((8, 6), (8, 7), (8, 9))  # 160 KiB of shared memory
     keys = 64 if row_bytes <= 256 else 32 if row_bytes <= 1024 else 16
     if kind == "decode":
-        rows, num_warps = 16, 4
-        stages = 5 if roomy else 3
+        shape = Shape(16, keys, num_warps=4, num_stages=5 if roomy else 3)
     elif itemsize == 4:
-        rows, keys, num_warps = 32 if width <= 128 else 16, 32 if width <= 128 else 16, 4
-        stages = 3
+        edge = 32 if width <= 128 else 16
+        shape = Shape(edge, edge, num_warps=4, num_stages=3)
     else:
         many = kind == "prompts" and width <= 128
         rows = 128 if many else 64 if width <= 256 else 32
         num_warps = 8 if many or width >= 256 else 4
-        stages = 3
-    return Shape(max(rows, power_of_two(group)), keys, num_warps, stages)
+        shape = Shape(rows, keys, num_warps, num_stages=3, free_of_masks=kind != "deterministic")
+    return replace(shape, rows=max(shape.rows, power_of_two(group)))
 
 
 def choose_splits(num_programs: int, multiprocessors: int) -> int:
