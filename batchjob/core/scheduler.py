@@ -8,9 +8,9 @@ a preemption and decode are all that one subtraction (after vLLM's scheduler, V1
     commit()     the step has run: its tokens are known now
     finish()     a sequence is over: its slot and blocks are free for the very next schedule()
 
-Steps run in the order in which they were scheduled. So the next one may be scheduled while one is in flight: blocks that
-are written by then may be shared, and blocks given back may be given out, before it has run. Only the values of its
-tokens are unknown; a sequence that they end has been scheduled once more in vain.
+Steps run in the order in which they were scheduled. So the next one may be scheduled while one is in flight: blocks
+that are written by then may be shared, and blocks given back may be given out, before it has run. Only the values of
+its tokens are unknown; a sequence that they end has been scheduled once more in vain.
 """
 
 from __future__ import annotations
@@ -368,7 +368,12 @@ class Scheduler:
         assert self._pending <= ahead
         slots = [seq.slot for seq in running]
         assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs))
-        assert len(running) <= self.max_num_batched_tokens
+        on_their_way_out = sum(
+            len(seq.tokens) + seq.num_in_flight == seq.max_len
+            or (seq.num_in_flight > 0 and len(seq.blocks) == self.pool.num_blocks)
+            for seq in running
+        )
+        assert len(running) - on_their_way_out <= self.max_num_batched_tokens
         assert self._num_growing == sum(self._may_grow(seq) for seq in running)
         for seq in running:
             assert seq.state is SequenceState.RUNNING

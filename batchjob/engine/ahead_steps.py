@@ -16,17 +16,28 @@ from batchjob.engine.device_steps import DeviceSteps
 from batchjob.engine.kv_cache import KVCache
 from batchjob.engine.layout import MIN_TOKENS_SAVED
 from batchjob.engine.model import Forward, LoadedModel
-from batchjob.engine.step_inputs import InputBuilder
+from batchjob.engine.parallel_group import Group
+from batchjob.engine.step_inputs import InputBuilder, StepInputs
 
-# Tokens that a shared prefix must save its rows from reading before a step on a GPU leaves its graph for it. Estimated, not
-# measured: a graph saves about 4 ms of launches, in which an H200 reads the keys and values of so many tokens.
+# Tokens that a shared prefix must save its rows from reading before a step on a GPU leaves its graph for it.
+# Estimated, not measured: a graph saves about 4 ms of launches, in which an H200 reads the keys and values of so many
+# tokens.
 _GPU_MIN_TOKENS_SAVED = 1 << 17
 
 
 class AheadSteps:
     def __init__(
-        self, model: LoadedModel, forward: Forward, cache: KVCache, config: EngineConfig, *, max_num_seqs: int
+        self,
+        model: LoadedModel,
+        forward: Forward,
+        cache: KVCache,
+        config: EngineConfig,
+        *,
+        max_num_seqs: int,
+        group: Group | None = None,
     ) -> None:
+        """With a `group` the other ranks get what each step needs, and the tokens that it made."""
+        self._group = group
         device = cache.layers[0].device
         is_gpu = device.type == "cuda"
         max_blocks_per_seq = -(-config.max_model_len // config.block_size)
@@ -36,23 +47,7 @@ class AheadSteps:
             block_size=config.block_size,
             min_tokens_saved=None if config.deterministic else _GPU_MIN_TOKENS_SAVED if is_gpu else MIN_TOKENS_SAVED,
         )
-        state = DeviceState(
-            max_num_seqs=max_num_seqs,
-            max_blocks_per_seq=max_blocks_per_seq,
-            block_size=config.block_size,
-            null_block=cache.null_block,
-            device=device,
-        )
-        self.steps = DeviceSteps(
-            forward,
-            cache,
-            model.backend.module,
-            state,
-            has_device_lens=model.backend.name in READ_DEVICE_LENS,
-            deterministic=config.deterministic,
-            use_graphs=is_gpu and config.cuda_graphs and not config.deterministic,
-            max_num_seqs=max_num_seqs,
-        )
+        self.steps = device_steps(model, forward, cache, config, max_num_seqs=max_num_seqs)
         self._sampler = DeviceSampler(
             model.vocab_size,
             config.eos_token_ids,
@@ -67,10 +62,58 @@ class AheadSteps:
         for seq in self._builder.new:
             self._sampler.admit(seq)
         self._sampler.upload()
+        if self._group is not None:
+            self._group.send(inputs)
         return self.steps.run(inputs, self._draw)
 
     def _draw(
         self, logits: Tensor, rows: Tensor, num_output_tokens: Tensor, *, needs_ended: bool
     ) -> tuple[Tensor, Tensor | None]:
         tokens = self._sampler.sample(logits, self._sampler.mode, rows, num_output_tokens)
-        return tokens, self._sampler.ended(tokens, rows, num_output_tokens) if needs_ended else None
+        ended = self._sampler.ended(tokens, rows, num_output_tokens) if needs_ended else None
+        if self._group is not None:
+            self._group.share(tokens, ended)
+        return tokens, ended
+
+
+class FollowerSteps:
+    """Of the other ranks: runs what rank 0 has built, and takes its tokens."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        forward: Forward,
+        cache: KVCache,
+        config: EngineConfig,
+        *,
+        max_num_seqs: int,
+        group: Group,
+    ) -> None:
+        self._group = group
+        self._steps = device_steps(model, forward, cache, config, max_num_seqs=max_num_seqs)
+
+    def follow(self, inputs: StepInputs) -> None:
+        self._steps.run(inputs, self._group.draw)
+
+
+def device_steps(
+    model: LoadedModel, forward: Forward, cache: KVCache, config: EngineConfig, *, max_num_seqs: int
+) -> DeviceSteps:
+    device = cache.layers[0].device
+    state = DeviceState(
+        max_num_seqs=max_num_seqs,
+        max_blocks_per_seq=-(-config.max_model_len // config.block_size),
+        block_size=config.block_size,
+        null_block=cache.null_block,
+        device=device,
+    )
+    return DeviceSteps(
+        forward,
+        cache,
+        model.backend.module,
+        state,
+        has_device_lens=model.backend.name in READ_DEVICE_LENS,
+        deterministic=config.deterministic,
+        use_graphs=device.type == "cuda" and config.cuda_graphs and not config.deterministic,
+        max_num_seqs=max_num_seqs,
+    )

@@ -25,14 +25,15 @@ class DeviceState:
         self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)  # not in the cache yet
         self.kv_lens = torch.ones(num_rows, dtype=torch.int32, device=device)  # tokens, the last one included
         self.prompt_lens = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        self.rows = torch.zeros(0, dtype=torch.int64, device=device)  # of the last decode step, as the host asked for it
+        self.rows = torch.zeros(0, dtype=torch.int64, device=device)  # of the last decode step, as asked for
 
     def receive(self, inputs: StepInputs) -> dict[str, Tensor]:
         """Sends the integers of a step in one transfer, takes in what is to be kept, and returns the parts by name."""
         data = torch.from_numpy(inputs.data)
         if self.device.type == "cuda":
             data = data.pin_memory()  # PyTorch gives this memory out again only once the copy is done
-        parts = dict(zip(inputs.sizes, data.to(self.device, non_blocking=True).split([*inputs.sizes.values()]), strict=True))
+        on_device = data.to(self.device, non_blocking=True)
+        parts = dict(zip(inputs.sizes, on_device.split([*inputs.sizes.values()]), strict=True))
         if inputs.sizes["table"]:
             self.block_table.view(-1).index_copy_(0, parts["table_at"].long(), parts["table"])
         if inputs.sizes.get("new_rows"):

@@ -111,9 +111,7 @@ class DeviceSteps:
             kv_lens = state.kv_lens[rows]
             logits = self._decode_logits(inputs, rows, kv_lens, step)
             is_last = step == inputs.num_steps - 1
-            tokens, ended = draw(
-                logits, rows, state.num_output_tokens(rows, kv_lens), needs_ended=not is_last
-            )
+            tokens, ended = draw(logits, rows, state.num_output_tokens(rows, kv_lens), needs_ended=not is_last)
             state.advance(rows, tokens, kv_lens)
             steps.append(tokens)
             if ended is not None:
@@ -140,9 +138,7 @@ class DeviceSteps:
         ids, positions, token_rows = parts["ids"].long(), parts["positions"].long(), parts["token_rows"].long()
         decode_at = parts["decode_at"].long()
         ids.index_copy_(0, decode_at, state.last_tokens[token_rows[decode_at]])
-        meta = self._meta(
-            inputs, token_rows, parts["stops"], positions, parts["rows"].long(), 0, parts["query_starts"]
-        )
+        meta = self._meta(inputs, token_rows, parts["stops"], positions, parts["rows"].long(), 0, parts["query_starts"])
         return self._call(ids, positions, parts["keep"].long(), meta)
 
     def _meta(

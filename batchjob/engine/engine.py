@@ -1,8 +1,8 @@
 """`Engine`: requests in, completions out. Joins the scheduler (what to compute) and a runner (computes it).
 
-Knows nothing of tensors, files or devices. One step is: schedule, execute, commit, return what is over. Where the runner
-can, the next step is scheduled and started before the tokens of the last one are fetched, so that the device does not
-wait for the host.
+Knows nothing of tensors, files or devices. One step is: schedule, execute, commit, return what is over. Where the
+runner can, the next step is scheduled and started before the tokens of the last one are fetched, so that the device
+does not wait for the host.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`DecodeGraphs`: decode steps as CUDA graphs, one per padded batch size. Launching a model's kernels one by one takes the
-host longer than a GPU needs to run them; a graph is launched as one.
+"""`DecodeGraphs`: decode steps as CUDA graphs, one per padded batch size. Launching a model's kernels one by one takes
+the host longer than a GPU needs to run them; a graph is launched as one.
 
-A graph is captured when its size is first needed: a job makes its first tokens sooner, and most sizes never come up. All
-share one pool of memory, for which `memory` leaves room.
+A graph is captured when its size is first needed: a job makes its first tokens sooner, and most sizes never come up.
+All share one pool of memory, for which `memory` leaves room.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class DecodeGraphs:
         self._run_batch = run_batch
         self.sizes = graph_sizes(max_num_seqs)
         self._captured: dict[int, Captured] = {}
-        self._pool: object | None = None
+        self._pool: Any = None
         self.refused: str | None = None  # why no graph is used
 
     @property
@@ -66,7 +66,7 @@ class DecodeGraphs:
         return len(self._captured)
 
     def run(self, rows: Tensor) -> Tensor | None:
-        """Logits [len(rows), vocab] of one decode step of these rows; valid until the next call. None: no graph for it."""
+        """Logits [len(rows), vocab] of one decode step of these rows; valid until the next call. None: no graph."""
         size = self.sizes[bisect_left(self.sizes, len(rows))]
         captured = self._captured.get(size) or self.capture(size)
         if captured is None:

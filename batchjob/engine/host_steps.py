@@ -1,8 +1,7 @@
-"""`HostSteps`: the host brings all inputs of a step and waits for its tokens. For a CPU, where there is nothing to hide."""
+"""`HostSteps`: the host brings all inputs of a step and waits for its tokens. For a CPU, with nothing to hide."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from batchjob.core.plan import StepPlan
@@ -38,4 +37,3 @@ class HostSteps:
         step = StepContext(packed.meta, self._cache, self._backend)
         logits = self._forward(packed.input_ids, packed.positions, packed.keep, step)
         return self._sampler.sample(logits, [piece.seq for piece in plan.sampled])[None]
-

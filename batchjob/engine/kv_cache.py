@@ -54,16 +54,21 @@ def bytes_per_block(shapes: Sequence[LayerShape], *, block_size: int, dtype: tor
 
 
 def choose_num_blocks(
-    block_bytes: int, *, kv_cache_bytes: int | None, available: int | None = None, max_useful_blocks: int
+    block_bytes: int,
+    *,
+    kv_cache_bytes: int | None,
+    available: int | None = None,
+    max_useful_blocks: int,
+    num_processes: int = 1,
 ) -> int:
     """How many blocks to allocate: what the user gave, else `available` bytes, else a share of the host's free memory;
-    never more than is useful.
+    never more than is useful. The host's memory is for `num_processes` that do the same.
 
     Raises EngineError when not even one block fits.
     """
     budget = kv_cache_bytes
     if budget is None:
-        budget = int(available_memory() * _SHARE_OF_FREE_MEMORY) if available is None else available
+        budget = int(available_memory() * _SHARE_OF_FREE_MEMORY / num_processes) if available is None else available
     num_blocks = min(budget // block_bytes - 1, max_useful_blocks)  # one more is the null block
     if num_blocks < 1:
         raise EngineError(
@@ -74,7 +79,7 @@ def choose_num_blocks(
 
 
 def available_memory() -> int:
-    """Bytes that can still be allocated on the host: what its kernel calls available, within the limits of our cgroups."""
+    """Bytes that can still be allocated on the host: what the kernel calls available, within our cgroups' limits."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     return min([available, *_cgroup_headroom()])

@@ -32,7 +32,9 @@ def retry_without_cached_memory(function: Callable[[], T]) -> T:
         return function()
 
 
-def bytes_for_cache(device: torch.device, run_largest_step: Callable[[int], object], num_tokens: int) -> tuple[int, int]:
+def bytes_for_cache(
+    device: torch.device, run_largest_step: Callable[[int], object], num_tokens: int
+) -> tuple[int, int]:
     """(bytes that the KV cache may take, tokens that a step may have).
 
     `run_largest_step` runs a step of so many tokens; where memory runs out in it, half as many are tried.
@@ -69,8 +71,8 @@ def largest_step(
     kv_dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """One step of `num_tokens` prompt tokens, in sequences as long as they may be, with logits for as many rows as may be
-    sampled at once, and what a sampler makes of them: the most memory that a step takes beside weights and cache.
+    """One step of `num_tokens` prompt tokens, in sequences as long as they may be, with logits for as many rows as may
+    be sampled at once, and what a sampler makes of them: the most memory that a step takes beside weights and cache.
 
     All sequences share one block table, of a cache of their size: what they read has no meaning.
     """

@@ -67,19 +67,21 @@ def load_model(
     block_size: int,
     use_fused: bool = True,
     ops: ModuleType | None = None,
+    tensor_parallel: int = 1,
 ) -> LoadedModel:
     """`source` is a directory with a checkpoint, or a function that builds a model on the device in `dtype`, made with
     `attn_implementation=ATTENTION_NAME` after `register()`. `ops` are the operations of fused parts on a GPU.
+    With `tensor_parallel` this process loads its share of a checkpoint, and the others theirs, at the same time.
 
     Raises UnsupportedModelError (the message says what the engine cannot do) or EngineError (it does not load).
     """
     if callable(source):
         build = source
     else:
-        path, config = Path(source), _load_config(Path(source))
+        path, config = Path(source), load_config(Path(source))
 
         def build() -> nn.Module:
-            return _load_module(path, copy.deepcopy(config), dtype, device)
+            return _load_module(path, copy.deepcopy(config), dtype, device, tensor_parallel)
 
     for with_fused in (True, False) if use_fused else (False,):
         module = build()
@@ -158,7 +160,7 @@ def packed_forward(module: nn.Module, input_ids: Tensor, positions: Tensor, keep
     return logits if len(logits) == len(keep) else logits[keep]
 
 
-def _load_config(path: Path) -> Any:
+def load_config(path: Path) -> Any:
     from transformers import AutoConfig
 
     try:
@@ -168,19 +170,26 @@ def _load_config(path: Path) -> Any:
         raise UnsupportedModelError(message) from None
 
 
-def _load_module(path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def _load_module(
+    path: Path, config: Any, dtype: torch.dtype, device: torch.device, tensor_parallel: int = 1
+) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     register()
     # Straight to the device where Transformers can; the host may not have the memory for a whole model.
     is_direct = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
+    placement: dict[str, Any] = {"device_map": {"": str(device)} if is_direct else None}
+    if tensor_parallel > 1:
+        from transformers.distributed import DistributedConfig
+
+        placement, is_direct = {"distributed_config": DistributedConfig(tp_size=tensor_parallel, tp_plan="auto")}, True
     try:
         with _without_progress_bars():
             module = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=config,
                 dtype=dtype,
-                device_map={"": str(device)} if is_direct else None,
+                **placement,
                 attn_implementation=ATTENTION_NAME,
                 use_safetensors=True,
                 local_files_only=True,

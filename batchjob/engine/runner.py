@@ -1,8 +1,8 @@
 """`TorchRunner`: computes the steps of a plan with a Transformers model, on a CPU or on a GPU.
 
-A step is one packed row of tokens, slices of different sequences end to end, without padding. On a CPU, which has nothing
-to wait for, the host brings all of a step's inputs (`HostSteps`). On a GPU, and wherever the host is to run ahead,
-sequences have their state on the device (`AheadSteps`).
+A step is one packed row of tokens, slices of different sequences end to end, without padding. On a CPU, which has
+nothing to wait for, the host brings all of a step's inputs (`HostSteps`). On a GPU, and wherever the host is to run
+ahead, sequences have their state on the device (`AheadSteps`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from batchjob.core.plan import StepPlan
-from batchjob.engine.ahead_steps import AheadSteps
+from batchjob.engine.ahead_steps import AheadSteps, FollowerSteps
 from batchjob.engine.backends import READ_DEVICE_LENS, choose_backend, fused_ops
 from batchjob.engine.config import Capacity, EngineConfig
 from batchjob.engine.host_steps import HostSteps
 from batchjob.engine.kv_cache import KVCache, bytes_per_block, choose_num_blocks
 from batchjob.engine.memory import bytes_for_cache, largest_step
 from batchjob.engine.model import Forward, LoadedModel, load_model
+from batchjob.engine.parallel_group import Group, one_try
+from batchjob.engine.step_inputs import StepInputs
 from batchjob.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,10 @@ class TokenHandle:
             self._event = torch.cuda.Event()
             self._event.record()
 
+    def is_ready(self) -> bool:
+        """Whether `tokens` returns at once."""
+        return self._event is None or self._event.query()
+
     def tokens(self) -> list[list[int]]:
         if self._event is not None:
             self._event.synchronize()
@@ -55,12 +61,16 @@ class TokenHandle:
 class TorchRunner:
     """Implements `Runner`. Usable alone: `TorchRunner(path, config)`, `capacity()`, `execute(plan)`, `close()`."""
 
-    def __init__(self, source: str | Path | Callable[[], nn.Module], config: EngineConfig) -> None:
-        """`source` is a directory with a checkpoint, or builds a model: see `load_model`.
+    def __init__(
+        self, source: str | Path | Callable[[], nn.Module], config: EngineConfig, group: Group | None = None
+    ) -> None:
+        """`source` is a directory with a checkpoint, or builds a model: see `load_model`. With a `group` this process
+        has one share of the model, and every rank makes a runner at the same time; see `ParallelRunner`.
 
         Raises UnsupportedModelError or EngineError; their messages say what to change.
         """
         self._device = _prepare_device(config)
+        self._group = group
         self.seconds: dict[str, float] = {}  # that each part of the start took
         started = time.perf_counter()
         self._model, self._kv_dtype = self._load(source, config)
@@ -69,15 +79,23 @@ class TorchRunner:
             from batchjob.engine.deterministic import FixedRows
 
             forward = FixedRows(self._model, self._model.backend.module).forward
+        if group is not None:
+            forward = one_try(forward)
         self.seconds["model"] = time.perf_counter() - started
         started = time.perf_counter()
         self._capacity, self._cache = self._allocate(config, forward)
         self.seconds["cache"] = time.perf_counter() - started
         started = time.perf_counter()
-        kind = AheadSteps if _runs_ahead(config, self._device, self._model) else HostSteps
-        self._steps: AheadSteps | HostSteps = kind(
-            self._model, forward, self._cache, config, max_num_seqs=self._capacity.max_num_seqs
-        )
+        parts = self._model, forward, self._cache, config
+        max_num_seqs = self._capacity.max_num_seqs
+        self._steps: AheadSteps | HostSteps | FollowerSteps
+        if group is not None:
+            kind = FollowerSteps if group.rank else AheadSteps
+            self._steps = kind(*parts, max_num_seqs=max_num_seqs, group=group)
+        elif _runs_ahead(config, self._device, self._model):
+            self._steps = AheadSteps(*parts, max_num_seqs=max_num_seqs)
+        else:
+            self._steps = HostSteps(*parts, max_num_seqs=max_num_seqs)
         self.seconds["steps"] = time.perf_counter() - started
 
     def _load(
@@ -94,8 +112,10 @@ class TorchRunner:
                 config, calls, device=self._device, dtype=dtype, kv_dtype=kv_dtype
             ),
             block_size=config.block_size,
-            use_fused=config.fuse,
+            # Fused parts multiply whole weights, past the sums over ranks that Transformers has put around its layers.
+            use_fused=config.fuse and self._group is None,
             ops=fused_ops(self._device, deterministic=config.deterministic),
+            tensor_parallel=1 if self._group is None else self._group.size,
         )
         logger.info("attention backend %s: %s", model.backend.name, model.backend.reason)
         return model, kv_dtype
@@ -114,14 +134,17 @@ class TorchRunner:
                     model, forward, num_tokens, max_num_seqs, config, kv_dtype=self._kv_dtype, device=self._device
                 )
 
-            available, tokens = bytes_for_cache(self._device, run, tokens)
+            available, tokens = bytes_for_cache(self._device, run if self._group is None else one_try(run), tokens)
         blocks_of_longest = -(-config.max_model_len // config.block_size)
         num_blocks = choose_num_blocks(
             bytes_per_block(model.shapes, block_size=config.block_size, dtype=self._kv_dtype),
             kv_cache_bytes=config.kv_cache_bytes,
             available=available,
             max_useful_blocks=max_num_seqs * blocks_of_longest,
+            num_processes=1 if self._group is None else self._group.size,
         )
+        if self._group is not None:
+            num_blocks, tokens = self._group.least(num_blocks, tokens)
         num_blocks = config.halved(num_blocks, floor=blocks_of_longest)  # a row that fitted still fits
         max_num_seqs = min(max_num_seqs, num_blocks)
         cache = KVCache(
@@ -134,18 +157,20 @@ class TorchRunner:
             tokens,
             model.vocab_size,
             self._describe(config, cache),
-            async_scheduling=self._device.type == "cuda" if config.async_scheduling is None else config.async_scheduling,
+            async_scheduling=kind == "cuda" if config.async_scheduling is None else config.async_scheduling,
         )
         return capacity, cache
 
     def _describe(self, config: EngineConfig, cache: KVCache) -> str:
+        size = 1 if self._group is None else self._group.size
+        where = f"{self._device}" if size == 1 else f"{size} {'GPUs' if self._device.type == 'cuda' else 'processes'}"
         parts = [
-            f"{self._model.name} in {config.dtype} on {self._device}",
-            f"KV cache of {cache.num_blocks * config.block_size:,} tokens ({cache.num_bytes / 2**30:.2f} GiB"
+            f"{self._model.name} in {config.dtype} on {where}",
+            f"KV cache of {cache.num_blocks * config.block_size:,} tokens ({size * cache.num_bytes / 2**30:.2f} GiB"
             + (", fp8)" if config.kv_cache_dtype == "fp8" else ")"),
         ]
         if self._device.type == "cpu":
-            parts.append(f"{torch.get_num_threads()} threads")
+            parts.append(f"{torch.get_num_threads()} threads" + (" each" if size > 1 else ""))
         if self._device.type != "cpu" or config.attention_backend != "auto" or config.deterministic:
             parts.append(f"attention by {self._model.backend.name}")
         if config.decode_steps_per_launch > 1:
@@ -160,7 +185,14 @@ class TorchRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> TokenHandle:
         """Starts the plan's steps; on a CPU they are over on return."""
+        assert not isinstance(self._steps, FollowerSteps)
         return TokenHandle(self._steps.execute(plan))
+
+    @torch.inference_mode()
+    def follow(self, inputs: StepInputs) -> None:
+        """The same on a rank of a group that is not the first, whose tokens it takes."""
+        assert isinstance(self._steps, FollowerSteps)
+        self._steps.follow(inputs)
 
     def close(self) -> None:
         """Drops model and cache. May be called twice."""

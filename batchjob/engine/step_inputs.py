@@ -1,7 +1,7 @@
 """`InputBuilder`: turns a plan into the integers that the device needs for it, in one piece of memory.
 
-Host work, in numpy. What the device keeps between steps (`DeviceState`) is not sent again: a step of the same decode rows
-as before costs only the blocks that they got since.
+Host work, in numpy. What the device keeps between steps (`DeviceState`) is not sent again: a step of the same decode
+rows as before costs only the blocks that they got since.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ class InputBuilder:
         starts = np.cumsum([0, *query_lens], dtype=np.int32)
         place = range(len(slices)) if order is None else np.argsort(order)  # in packed order, by index in the plan
         sampled = [int(place[index]) for index in plan.sampled_at]
-        positions = np.arange(starts[-1], dtype=np.int32) - np.repeat(starts[:-1] - [p.start for p in slices], query_lens)
+        positions = np.arange(starts[-1], dtype=np.int32) - np.repeat(
+            starts[:-1] - [p.start for p in slices], query_lens
+        )
         inputs.pack(
             table_at=table_at,
             table=table,

@@ -107,9 +107,7 @@ def test_rows_are_the_same_in_a_small_cache(
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_rows_are_the_same_with_other_backends(
-    backend: str, model_path: Path, expected: dict[int, Completion]
-) -> None:
+def test_rows_are_the_same_with_other_backends(backend: str, model_path: Path, expected: dict[int, Completion]) -> None:
     """In Triton's interpreter: lengths and block tables are then read on the device."""
     if backend == "triton":
         pytest.importorskip("triton")

@@ -58,7 +58,9 @@ class ScriptedRunner:
         self.plans.append(plan)
         steps = []
         for step in range(plan.num_steps):
-            answers = [(self.answers[seq.request.row_index], stop - seq.num_prompt_tokens) for seq, _, stop in plan.sampled]
+            answers = [
+                (self.answers[seq.request.row_index], stop - seq.num_prompt_tokens) for seq, _, stop in plan.sampled
+            ]
             steps.append([answer[(position + step) % len(answer)] for answer, position in answers])
         return FakeHandle(steps)
 
@@ -338,8 +340,7 @@ class TestFailures:
         engine = Engine(runner, Letters(), EngineConfig(max_model_len=50, eos_token_ids=(EOS,)))
         engine.add(Request(0, 0, [65], SamplingParams(), 0))
         with pytest.raises(EngineError, match="once"):
-            while engine.has_unfinished():
-                engine.step()
+            run(engine, [])
         [request] = engine.drop_running()
         assert request.output_token_ids == tuple(codes("abc"))[: 2 if async_scheduling else 3]
 

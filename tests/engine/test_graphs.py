@@ -1,9 +1,10 @@
-"""Decode batches of a few sizes, padded, as a graph sees them. Capture itself needs a GPU; here it is played by hand."""
+"""Decode batches of a few sizes, padded, as a graph sees them. Capture itself needs a GPU: here it is played."""
 
 from __future__ import annotations
 
 import random
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def test_sizes_reach_the_largest_batch_with_little_padding(max_num_seqs: int) ->
     assert sizes == sorted(set(sizes))
     assert len(sizes) <= MAX_GRAPHS
     assert sizes[-1] == max_num_seqs
-    for smaller, larger in zip(sizes, sizes[1:], strict=False):
+    for smaller, larger in pairwise(sizes):
         assert smaller < 8 or larger - smaller <= max(8, smaller // 2)
 
 
@@ -53,7 +54,7 @@ def run(path: Path, **settings: Any) -> dict[int, list[int]]:
 
 
 def test_padded_batches_give_the_tokens_of_plain_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A capture reads and writes fixed tensors only: the play repeats the batch, on the tensors that it was made with."""
+    """A capture reads and writes fixed tensors only: the play repeats the batch on the tensors it was made with."""
     path = save(tmp_path / "llama", *FAMILIES["llama"])
     expected = run(path)
     sizes: list[tuple[int, int]] = []

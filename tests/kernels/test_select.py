@@ -22,7 +22,12 @@ CPU = Requirements(
     block_size=16,
 )
 H200 = replace(
-    CPU, device=torch.device("cuda", 0), capability=(9, 0), dtype=torch.bfloat16, kv_dtype=torch.bfloat16, block_size=256
+    CPU,
+    device=torch.device("cuda", 0),
+    capability=(9, 0),
+    dtype=torch.bfloat16,
+    kv_dtype=torch.bfloat16,
+    block_size=256,
 )
 
 
@@ -102,7 +107,9 @@ def varlen_attn(
         assert stop - start <= max_q
         assert length <= max_k
         keys, values = (
-            pages[block_table[row].long()].flatten(0, 1)[:length].repeat_interleave(query.shape[1] // key.shape[2], dim=1)
+            pages[block_table[row].long()]
+            .flatten(0, 1)[:length]
+            .repeat_interleave(query.shape[1] // key.shape[2], dim=1)
             for pages in (key, value)
         )
         position = torch.arange(length - (stop - start), length)[:, None]
