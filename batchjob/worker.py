@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from batchjob.summary import RunResult
     from batchjob.watch import Team
 
-ALIVE_INTERVAL = 1.0  # seconds between two signs of life
+ALIVE_INTERVAL = 0.5  # seconds between two signs of life: a stall timeout may be a second
 _MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
 _DEVICE = ("cuda error", "cudnn error", "nccl error", "no cuda gpus are available")
 
