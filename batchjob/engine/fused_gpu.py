@@ -64,7 +64,7 @@ class MergedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.weight, self.bias)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+    def added(self, x: Tensor, residual: Tensor) -> Tensor:
         """residual + forward(x), in place; without a bias by the product itself."""
         if self.bias is None:
             return residual.addmm_(x, self.weight.t())
@@ -92,7 +92,7 @@ class GatedMLP(nn.Module):
         return self.down(self._inner(rows)).view(x.shape)
 
     def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        return self.down.add_to(residual, self._inner(x))
+        return self.down.added(self._inner(x), residual)
 
     def _inner(self, x: Tensor) -> Tensor:
         return self._ops.act_and_mul(self.gate_up(x), self._activation)
@@ -164,7 +164,7 @@ class PreNormLayer(nn.Module):
         x = hidden_states[0]
         out, attended = self.self_attn.out, self.self_attn.attend(self.input_layernorm(x), position_embeddings, step)
         if out.bias is None:
-            normed = self.post_attention_layernorm(out.add_to(x, attended))
+            normed = self.post_attention_layernorm(out.added(attended, x))
         else:
             normed, x = self.post_attention_layernorm.after_adding(out(attended), x)
         if isinstance(self.mlp, GatedMLP):
