@@ -32,7 +32,8 @@ def find_devices(spec: JobSpec, environ: Mapping[str, str] | None = None, root: 
 
     --device names exactly one. Without it --devices does: `auto` is every visible GPU, or else the CPU (which is all
     that the fake engine needs), `all` the same but an error without a GPU, and anything else is a list: indices among
-    the visible GPUs (0,1 or cuda:0,cuda:1), or cpu as often as there are to be workers.
+    the visible GPUs (0,1 or cuda:0,cuda:1), or cpu as often as there are to be workers. With --tensor-parallel N each
+    worker gets N GPUs in a row, of which its device is the first.
     """
     environ = os.environ if environ is None else environ
     asked = spec.devices
@@ -48,8 +49,12 @@ def find_devices(spec: JobSpec, environ: Mapping[str, str] | None = None, root: 
         gpus = visible_gpus(environ, root)
         if not gpus and asked == "all":
             raise UsageError("--devices all: no GPU is visible here")
-        return [_gpu(gpus, index) for index in range(len(gpus))] or [Device("cpu", "cpu")]
-    return _listed([item.strip() for item in asked.split(",")], environ, root)
+        if not gpus:
+            return [Device("cpu", "cpu")]
+        size = spec.tensor_parallel
+        firsts = range(0, max(1, len(gpus) - size + 1), size)  # the engine says so if there are too few for one worker
+        return [_gpu(gpus, index, size) for index in firsts]
+    return _listed([item.strip() for item in asked.split(",")], spec.tensor_parallel, environ, root)
 
 
 def only_device(spec: JobSpec) -> tuple[str, str | None]:
@@ -65,7 +70,8 @@ def only_device(spec: JobSpec) -> tuple[str, str | None]:
     return first, f"warning: one process runs on one device: {first} is used, not all of {names}"
 
 
-def _listed(items: Sequence[str], environ: Mapping[str, str], root: Path) -> list[Device]:
+def _listed(items: Sequence[str], size: int, environ: Mapping[str, str], root: Path) -> list[Device]:
+    """`size`: GPUs of each worker."""
     if all(item == "cpu" for item in items):
         return [Device("cpu", "cpu")] if len(items) == 1 else _cpus(len(items), environ)
     matches = [_INDEX.fullmatch(item) for item in items]
@@ -83,15 +89,18 @@ def _listed(items: Sequence[str], environ: Mapping[str, str], root: Path) -> lis
             raise UsageError(f"--devices names cuda:{index}, but {seen}")
         if indices.count(index) > 1:
             raise UsageError(f"--devices names cuda:{index} twice")
-    return [_gpu(gpus, index) for index in indices]
+    groups = [indices[start : start + size] for start in range(0, len(indices), size)]
+    if any(group != list(range(group[0], group[0] + size)) for group in groups):
+        raise UsageError(f"--devices must name {size} GPUs in a row for each worker, as --tensor-parallel {size} says")
+    return [_gpu(gpus, group[0], size) for group in groups]
 
 
-def _gpu(gpus: Sequence[str], index: int) -> Device:
+def _gpu(gpus: Sequence[str], index: int, size: int) -> Device:
     """A process sees one part of a divided GPU (MIG) at most, so each worker is shown its own alone."""
-    name = f"cuda:{index}"
+    device = f"cuda:{index}"
     if gpus[index].startswith("MIG-"):
-        return Device(name, "cuda:0", {"CUDA_VISIBLE_DEVICES": gpus[index]})
-    return Device(name, name)
+        return Device(device, "cuda:0", {"CUDA_VISIBLE_DEVICES": gpus[index]})
+    return Device(device if size == 1 else f"{device}-{index + size - 1}", device)
 
 
 def _cpus(number: int, environ: Mapping[str, str]) -> list[Device]:

@@ -91,6 +91,19 @@ def test_a_list_names_indices_among_the_visible_gpus(tmp_path: Path) -> None:
         names(four, {"CUDA_VISIBLE_DEVICES": "3"}, devices="0,1")
 
 
+def test_a_split_model_takes_gpus_in_a_row(tmp_path: Path) -> None:
+    five = machine(tmp_path / "five", files=5)
+    two_each = {"tensor_parallel": 2}
+    devices = find_devices(JobSpec(**two_each), {}, five)
+    assert [(device.name, device.device) for device in devices] == [("cuda:0-1", "cuda:0"), ("cuda:2-3", "cuda:2")]
+    listed = find_devices(JobSpec(devices="3,4,0,1", **two_each), {}, five)
+    assert [device.device for device in listed] == ["cuda:3", "cuda:0"]
+    for devices_ in ("0,2", "0,1,2"):
+        with pytest.raises(UsageError, match="2 GPUs in a row"):
+            find_devices(JobSpec(devices=devices_, **two_each), {}, five)
+    assert len(find_devices(JobSpec(tensor_parallel=8), {}, five)) == 1
+
+
 def test_device_is_exactly_one_and_excludes_a_list(tmp_path: Path) -> None:
     four = machine(tmp_path / "four", files=4)
     assert names(four, device="cuda:1") == ["cuda:1"]

@@ -160,6 +160,7 @@ def test_a_bad_device_does_not_stop_the_others(start: Start, kit: Any, source: P
     assert "cpu:1 failed: the device failed" in run.text
 
 
+@pytest.mark.long
 def test_the_first_device_may_be_the_bad_one(start: Start, kit: Any, source: Path, output: Path) -> None:
     run = start("--devices", "cpu,cpu", *SLOW, source=source, patch=BAD_DEVICE.format(member=0), step_seconds=0.01)
     assert run.wait() == 0, run.text
@@ -178,6 +179,7 @@ def test_when_all_devices_fail_another_machine_may_do_better(
     assert kit.finished_rows(output) == set()
 
 
+@pytest.mark.long
 def test_an_engine_that_always_dies_everywhere_is_given_up(start: Start, source: Path) -> None:
     run = start("--devices", "cpu,cpu", *SLOW, source=source, kill_at_step=1)
     assert run.wait() == 70, run.text
@@ -185,9 +187,8 @@ def test_an_engine_that_always_dies_everywhere_is_given_up(start: Start, source:
     assert "Traceback" not in run.text
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
 def test_a_stop_is_for_all_and_another_number_of_devices_goes_on(
-    start: Start, kit: Any, source: Path, output: Path, number: signal.Signals
+    start: Start, kit: Any, source: Path, output: Path
 ) -> None:
     run = start("--devices", "cpu,cpu,cpu", *SLOW, source=source, step_seconds=0.05)
     run.wait_for(lambda: len(kit.finished_rows(output)) > 20)
@@ -195,13 +196,13 @@ def test_a_stop_is_for_all_and_another_number_of_devices_goes_on(
     pids = run.children()
     kept = kit.finished_rows(output)
     sent = time.monotonic()
-    run.process.send_signal(number)
+    run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 75, run.text
     assert time.monotonic() - sent < 10
-    assert run.text.count(f"{number.name}: running rows may finish within") == 1
+    assert run.text.count("SIGTERM: running rows may finish within") == 1
     finished = kit.finished_rows(output)
     assert kept <= finished
-    stopped = re.search(rf"stopped early \({number.name}\): (\d+) of 300 rows are done and safe", run.text)
+    stopped = re.search(r"stopped early \(SIGTERM\): (\d+) of 300 rows are done and safe", run.text)
     assert stopped is not None, run.text
     assert int(stopped[1]) == len(finished)
     assert f"ok          {len(finished)}\n" in run.text
@@ -211,6 +212,34 @@ def test_a_stop_is_for_all_and_another_number_of_devices_goes_on(
     check_rows(kit, output)
     assert f"ok          300 ({len(finished)} done before)" in again.text
     assert sum(rows_by_device(again).values()) == 300 - len(finished)
+
+
+@pytest.mark.parametrize("announced_by", ["SIGUSR1", "time limit"])
+def test_an_announced_stop_requeues_the_task_once(
+    start: Start,
+    source: Path,
+    output: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    announced_by: str,
+) -> None:
+    calls = tmp_path / "calls"
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{scontrol.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    limit = "3s" if announced_by == "time limit" else "none"
+    flags = ("--devices", "cpu,cpu", *SLOW, "--requeue", "scontrol", "--time-limit", limit)
+    run = start(*flags, source=source, step_seconds=0.2)
+    if announced_by == "SIGUSR1":
+        run.wait_for(lambda: pid_of(output, 1))
+        run.process.send_signal(signal.SIGUSR1)
+    assert run.wait() == 75, run.text
+    assert f"stopped early ({announced_by})" in run.text
+    assert calls.read_text() == "requeue 77\n"
+    assert run.text.count("task 77 is back in the queue") == 1
 
 
 def test_workers_are_gone_with_their_supervisor(start: Start, kit: Any, source: Path, output: Path) -> None:
@@ -227,10 +256,10 @@ def test_workers_are_gone_with_their_supervisor(start: Start, kit: Any, source: 
 
 
 def test_a_second_command_on_the_same_shard_is_refused(start: Start, kit: Any, source: Path, output: Path) -> None:
-    first = start("--devices", "cpu,cpu", *SLOW, source=source, step_seconds=0.05)
+    first = start("--devices", "cpu,cpu", *SLOW, source=source, step_seconds=0.3)
     first.wait_for_rows()
     first.wait_for(lambda: pid_of(output, 1))
-    for devices in ("cpu", "cpu,cpu", "cpu,cpu,cpu"):
+    for devices in ("cpu", "cpu,cpu,cpu"):
         second = start("--devices", devices, *SLOW, source=source)
         assert second.wait() == 69, second.text
         assert "Wait for it, or stop it" in second.text
@@ -259,6 +288,7 @@ def test_errors_before_there_is_a_job_are_told_once(start: Start, tmp_path: Path
     assert run.text.startswith("batchjob: ")
 
 
+@pytest.mark.long
 def test_failed_rows_count_over_all_devices(
     start: Start, kit: Any, output: Path, tmp_path: Path, write_jsonl: Write
 ) -> None:
