@@ -286,6 +286,7 @@ class Loop:
         requests: list[Request] = []
         while self._feeding:
             self._take_batches(self._feeder.poll(FEEDER_WAIT), requests)
+            self._tell_alive()  # as in `_pull`
         return sorted(requests, key=lambda request: group.index(request.row_index))
 
     def _release_held(self) -> None:
