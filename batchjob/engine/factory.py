@@ -38,8 +38,13 @@ def create_engine(
         runner = FakeRunner(fake_capacity(config))
     else:
         prepare_openmp()
-        from batchjob.engine.runner import TorchRunner
-
         assert model is not None
-        runner = TorchRunner(str(model.path), config)
+        if config.tensor_parallel > 1:
+            from batchjob.engine.parallel import ParallelRunner
+
+            runner = ParallelRunner(str(model.path), config)
+        else:
+            from batchjob.engine.runner import TorchRunner
+
+            runner = TorchRunner(str(model.path), config)
     return Engine(runner, detokenizer, config, before_step=before_step)

@@ -1,0 +1,174 @@
+"""A model split over two processes gives the tokens of one, and no process outlives the runner."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from batchjob.engine import Engine, EngineConfig
+from batchjob.engine.parallel import ParallelRunner
+from batchjob.engine.runner import TorchRunner
+from batchjob.errors import EngineError, UnsupportedModelError
+from batchjob.records import Completion, Request
+from batchjob.sampling import SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parent))
+from families import FAMILIES, save
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these split a model over processes on a CPU")
+
+BLOCK_SIZE = 4
+PER_BLOCK = 2 * 3 * 1 * 8 * 4 * BLOCK_SIZE  # of a rank: keys and values, layers, KV heads, head size, bytes, tokens
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+class Letters:
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(32 + token) for token in ids)
+
+
+def make_requests(number: int = 20) -> list[Request]:
+    rng = random.Random(0)
+    settings = [
+        SamplingParams(max_tokens=9),
+        SamplingParams(max_tokens=17, ignore_eos=True),
+        SamplingParams(max_tokens=20, temperature=0.8, top_k=20, top_p=0.9),
+        SamplingParams(max_tokens=20, temperature=1.3, repetition_penalty=1.2, presence_penalty=0.3),
+        SamplingParams(max_tokens=20, temperature=1.0, stop_token_ids=(11, 40), min_tokens=5),
+        SamplingParams(max_tokens=12, temperature=1.0, logit_bias=((7, 4.0), (9, -100.0))),
+    ]
+    requests = []
+    for row in range(number):
+        prompt = [rng.randrange(3, 96) for _ in range(rng.randint(1, 40 if row % 5 == 0 else 20))]
+        requests.append(Request(row, 0, prompt, settings[row % len(settings)], stream=1000 + row))
+    return requests
+
+
+def config_of(**settings: Any) -> EngineConfig:
+    return EngineConfig(
+        **{
+            "max_model_len": 64,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 24,
+            "block_size": BLOCK_SIZE,
+            "eos_token_ids": (2,),
+            "num_threads": 1,
+            **settings,
+        }
+    )
+
+
+def completions(engine: Engine, requests: list[Request]) -> dict[int, Completion]:
+    for request in requests:
+        assert engine.add(request) is None
+    done = {}
+    while engine.has_unfinished():
+        done.update({completion.row_index: completion for completion in engine.step()})
+    return done
+
+
+def alone(path: Path) -> dict[int, Completion]:
+    config = config_of()
+    return completions(Engine(TorchRunner(path, config), Letters(), config), make_requests())
+
+
+def split(path: Path, **settings: Any) -> Engine:
+    """With everything that makes a step differ from plain ones: a cache too small for all rows, steps started ahead."""
+    config = config_of(tensor_parallel=2, async_scheduling=True, decode_steps_per_launch=3, **settings)
+    return Engine(ParallelRunner(path, config), Letters(), config)
+
+
+def children() -> set[int]:
+    """The processes that this one has started and that have not ended."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[1]) == os.getpid() and fields[0] != "Z":
+            found.add(int(stat.parent.name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("models")
+    return {name: save(directory / name, *FAMILIES[name]) for name in ("llama", "qwen3", "qwen3_moe")}
+
+
+def test_rows_are_those_of_one_process(models: dict[str, Path]) -> None:
+    before = children()
+    engine = split(models["llama"], kv_cache_bytes=24 * PER_BLOCK)
+    try:
+        assert "LlamaForCausalLM in float32 on 2 processes" in engine.capacity.description
+        assert engine.capacity.num_blocks == 23
+        assert len(children() - before) == 1
+        expected = alone(models["llama"])
+        assert completions(engine, make_requests()) == expected
+        assert engine.stats.num_preemptions > 0
+        assert engine.stats.num_wasted > 0, "steps were started ahead"
+        # And once more: the same slots and blocks, with prompts that are in the prefix cache.
+        assert completions(engine, make_requests()) == expected
+    finally:
+        engine.close()
+    engine.close()
+    assert children() == before
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_process_that_is_killed_is_an_error(models: dict[str, Path]) -> None:
+    before = children()
+    engine = split(models["qwen3"])
+    [follower] = children() - before
+    try:
+        assert completions(engine, make_requests()) == alone(models["qwen3"])
+        for request in make_requests():
+            engine.add(request)
+        engine.step()
+        os.kill(follower, signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(EngineError, match="process 2 of 2 that the model is split over: ended by signal 9"):
+            completions(engine, [])
+        assert time.monotonic() - started < 5
+    finally:
+        engine.close()
+    assert children() == before
+
+
+@pytest.mark.long
+def test_mixture_of_experts(models: dict[str, Path]) -> None:
+    engine = split(models["qwen3_moe"])
+    try:
+        assert completions(engine, make_requests()) == alone(models["qwen3_moe"])
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "message"),
+    [
+        ("llama", 4, "2 .num_key_value_heads.; --tensor-parallel works with 2$"),
+        ("gpt2", 2, "no plan that splits gpt2 models"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_before_anything_starts(
+    family: str, size: int, message: str, tmp_path: Path
+) -> None:
+    before = children()
+    path = save(tmp_path / family, *FAMILIES[family])
+    with pytest.raises(UnsupportedModelError, match=message):
+        ParallelRunner(path, config_of(tensor_parallel=size))
+    assert children() == before
