@@ -27,7 +27,7 @@ from batchjob_kernels.fixed_products import alone
 
 __all__ = ["ROWS", "FixedRows", "make_deterministic", "set_switches"]
 
-_PROOF_LEN = 4  # tokens of the sequence that the proof computes
+_PROOF_LEN = 2  # tokens of the sequence that the proof computes
 
 
 class FixedRows:
