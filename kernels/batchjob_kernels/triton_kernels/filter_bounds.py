@@ -32,7 +32,7 @@ def keep(row, maxima, best, temperature, vocab, num_groups, low, middle, high, C
     number_low = tl.full([_TILE], 0.0, tl.float32)
     number_middle = tl.full([_TILE], 0.0, tl.float32)
     number_high = tl.full([_TILE], 0.0, tl.float32)
-    first = num_groups * 0
+    first = tl.full([], 0, tl.int32)
     while first < num_groups:  # a range over a number from the device is beyond Triton 3.6's interpreter
         maximum = tl.load(maxima + first + some, mask=first + some < num_groups, other=-float("inf"))
         # A little too much never leaves out a token for the last bit of an exponential.
@@ -54,7 +54,7 @@ def keep(row, maxima, best, temperature, vocab, num_groups, low, middle, high, C
 @triton.jit
 def search(row, maxima, best, temperature, vocab, num_groups, low, needed, COUNT: tl.constexpr):
     """The largest bound, as a bit pattern, that keeps at least `needed`; `low` does."""
-    high = low * 0 + _ABOVE_ONE
+    high = tl.full([], _ABOVE_ONE, tl.int32)
     while high - low > 1:
         step = (high - low + 3) // 4
         at1, at2, at3 = low + step, tl.minimum(low + 2 * step, high), tl.minimum(low + 3 * step, high)
@@ -102,7 +102,7 @@ def bounds_kernel(
     bound = tl.load(settings_float + slot * _SETTINGS + _MIN_P)
     row = logits + index * logits_stride
     if (temperature > 0.0) & (best > -float("inf")) & (best < float("inf")):
-        low = top_k * 0
+        low = tl.full([], 0, tl.int32)
         if top_k > 0:
             low = search(row, maxima, best, temperature, vocab, num_groups, low, top_k.to(tl.float32), True)
         if top_p < 1.0:
