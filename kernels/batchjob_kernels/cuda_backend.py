@@ -57,36 +57,31 @@ class _Lookup(NamedTuple):
 def refusal(need: Requirements) -> str | None:
     """Why this backend cannot serve `need`, for a person; None: it can."""
     if need.device.type != "cuda":
-        return f"the cuda backend needs a CUDA device; this run is on {need.device.type}"
+        return f"its kernels need a CUDA device, not {need.device.type}"
     if need.capability is not None and need.capability < (8, 0):
         version = ".".join(map(str, need.capability))
-        return f"the cuda backend needs compute capability 8.0 or later; the device has {version}"
+        return f"its kernels need compute capability 8.0 (asynchronous copies), the device has {version}"
     if need.deterministic:
-        return "the cuda backend splits keys by the size of the step, so it cannot serve --deterministic"
+        return "it splits keys by the number of sequences in the step"
     if need.dtype not in DTYPES or need.kv_dtype not in (need.dtype, torch.float8_e4m3fn):
         return (
-            "the cuda backend works in float16, bfloat16 or float32, with a cache of the same type or of "
-            f"float8_e4m3fn, not in {_short(need.dtype)} with a cache of {_short(need.kv_dtype)}"
+            "it works in float16, bfloat16 or float32, with a cache of the same type or of float8_e4m3fn, not in "
+            f"{_short(need.dtype)} with a cache of {_short(need.kv_dtype)}"
         )
-    if other := sorted(need.head_dims - set(HEAD_DIMS)):
-        return f"the cuda backend has head sizes {', '.join(map(str, HEAD_DIMS))}, not {', '.join(map(str, other))}"
-    if large := sorted(size for size in need.group_sizes if not 1 <= size <= MAX_GROUP):
-        return f"the cuda backend takes up to {MAX_GROUP} query heads per KV head, not {large[-1]}"
+    if wrong := sorted(need.head_dims - set(HEAD_DIMS)):
+        return f"it has head sizes {', '.join(map(str, HEAD_DIMS))}, not {', '.join(map(str, wrong))}"
+    if wrong := sorted(size for size in need.group_sizes if not 1 <= size <= MAX_GROUP):
+        return f"it takes up to {MAX_GROUP} query heads per KV head, not {wrong[-1]}"
     if need.block_size < 8 or need.block_size & (need.block_size - 1):
-        return f"the cuda backend needs a block size that is a power of two and at least 8, not {need.block_size}"
+        return f"it needs a block size that is a power of two and at least 8, not {need.block_size}"
     try:
         find_compiler()
     except CompilerMissing as error:
-        return f"the cuda backend is compiled on the machine where it runs: {error}"
+        return f"its kernels are compiled on the machine where they run, and {error}"
     if problem := driver.missing():
-        return f"the cuda backend cannot run: {problem}"
-    other_backend = _other_backend()
-    if other_backend is gather:
-        if need.kv_dtype != need.dtype:
-            return "the cuda backend leaves prompts to Triton where the cache is FP8, and Triton is not installed"
-        return None
-    reason = other_backend.refusal(need)
-    return f"the cuda backend leaves prompts to Triton: {reason}" if reason else None
+        return problem
+    reason: str | None = _other_backend().refusal(need)
+    return f"prompts go to {_name(_other_backend())}, which refuses: {reason}" if reason else None
 
 
 def write_kv(kv: Tensor, cache: Tensor, meta: AttnMeta) -> None:
@@ -115,7 +110,7 @@ def write_kv(kv: Tensor, cache: Tensor, meta: AttnMeta) -> None:
 
 def paged_attention(
     q: Tensor,
-    kv: Tensor,
+    kv: Tensor | None,
     cache: Tensor,
     meta: AttnMeta,
     *,
@@ -240,6 +235,10 @@ def _rows(new: Tensor) -> Tensor:
     step = new.stride(0) * new.element_size()
     in_place = new[:1].is_contiguous() and step % 16 == 0 and new.data_ptr() % 16 == 0
     return new if in_place else new.contiguous()
+
+
+def _name(module: ModuleType) -> str:
+    return module.__name__.split(".")[-1]
 
 
 def _short(dtype: torch.dtype) -> str:

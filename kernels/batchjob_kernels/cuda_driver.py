@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from functools import cache
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from batchjob_kernels.cuda_build import Variant, cubin
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_thread = threading.local()
 
 
 class DriverError(RuntimeError):
@@ -77,6 +79,10 @@ def launch(
     """Queues the kernel `entry` of `variant`, whose only argument is the structure `params`. The first launch of a
     variant in a process compiles or loads it, which must not happen while a CUDA graph is captured."""
     with torch.cuda.device(device):
+        if not hasattr(_thread, "is_bound"):
+            # A thread that has made no call of the CUDA runtime yet has no context for the driver to work in.
+            torch.cuda.mem_get_info()
+            _thread.is_bound = True
         function = _function(variant, entry, torch.cuda.current_device(), shared_bytes)
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))

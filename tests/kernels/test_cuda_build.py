@@ -8,10 +8,9 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -146,9 +145,8 @@ def test_keys_and_values_move_16_bytes_at_a_time(arch: int, tmp_path: Path) -> N
 class CountingCompiler:
     """Writes a line for each compilation, takes a while for it, and answers with what it was asked for."""
 
-    name, version = "counting", "1"
-
     def __init__(self, log: Path, seconds: float = 0.0) -> None:
+        self.name, self.version = "counting", "1"
         self.log, self.seconds = log, seconds
 
     def compile(self, source: str, defines: Mapping[str, str], arch: int) -> tuple[bytes, str]:
@@ -305,20 +303,18 @@ def test_compilers_are_looked_for_in_a_toolkit(monkeypatch: pytest.MonkeyPatch, 
     assert tmp_path / "bin" / "nvcc" in cuda_compilers.nvcc_programs()
 
 
-def test_ahead_of_time(tmp_path: Path) -> None:
-    """The command, and that its code is the one found later: no compilation follows."""
+def test_ahead_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the command compiles is what is found later: no compilation follows."""
     compiler = any_compiler_or_skip()
-    command = [sys.executable, "-m", "batchjob_kernels.cuda_build", "--arch", "90", "--dtype", "bfloat16"]
-    command += ["--head-dim", "128", "--group", "4"]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("4 kernels")
-    assert f"{compiler.name} {compiler.version}" in done.stdout
-    directory = tmp_path / "batchjob" / "kernels"
-    before = {path: path.stat().st_mtime_ns for path in directory.glob("*.cubin")}
-    assert cubin(USUAL, 90, directory=directory).startswith(b"\x7fELF")
-    assert {path: path.stat().st_mtime_ns for path in directory.glob("*.cubin")} == before
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sizes = ["--dtype", "bfloat16", "--head-dim", "128", "--group", "4"]
+    assert cuda_build.main(["--arch", "90", *sizes]) == 0
+    assert re.match(rf"4 kernels, .*{compiler.name} {compiler.version}, in {tmp_path}", capsys.readouterr().out)
+    counting = CountingCompiler(tmp_path / "log")
+    counting.name, counting.version = compiler.name, compiler.version
+    assert cubin(USUAL, 90, compiler=counting).startswith(b"\x7fELF")
+    assert cubin(write_variant(BF16, FP8), 90, compiler=counting).startswith(b"\x7fELF")
+    assert counting.count() == 0
 
 
 NEED = Requirements(torch.device("cuda"), (9, 0), BF16, BF16, frozenset({128}), frozenset({4}), 16)
@@ -327,20 +323,19 @@ NEED = Requirements(torch.device("cuda"), (9, 0), BF16, BF16, frozenset({128}), 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"device": torch.device("cpu"), "capability": None}, "needs a CUDA device; this run is on cpu"),
-        ({"capability": (7, 5)}, "8.0 or later; the device has 7.5"),
+        ({"device": torch.device("cpu"), "capability": None}, "need a CUDA device, not cpu"),
+        ({"capability": (7, 5)}, "need compute capability 8.0 (asynchronous copies), the device has 7.5"),
         ({"dtype": torch.float64, "kv_dtype": torch.float64}, "not in float64 with a cache of float64"),
         ({"kv_dtype": torch.float16}, "not in bfloat16 with a cache of float16"),
         ({"head_dims": frozenset({128, 96})}, "head sizes 64, 128, 256, not 96"),
         ({"group_sizes": frozenset({4, 32})}, "up to 16 query heads per KV head, not 32"),
         ({"block_size": 24}, "power of two and at least 8, not 24"),
         ({"block_size": 4}, "power of two and at least 8, not 4"),
-        ({"deterministic": True}, "--deterministic"),
+        ({"deterministic": True}, "by the number of sequences"),
     ],
 )
 def test_says_why_it_cannot(change: dict[str, Any], reason: str) -> None:
-    need = Requirements(**{**{name: getattr(NEED, name) for name in Requirements.__dataclass_fields__}, **change})
-    assert reason in (cuda_backend.refusal(need) or "")
+    assert reason in (cuda_backend.refusal(replace(NEED, **change)) or "")
 
 
 def test_says_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,8 +347,7 @@ def test_says_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "missing", lambda: None)
     monkeypatch.setattr(cuda_backend, "_other_backend", lambda: gather)
     assert cuda_backend.refusal(NEED) is None
-    fp8 = Requirements(**{**{name: getattr(NEED, name) for name in Requirements.__dataclass_fields__}, "kv_dtype": FP8})
-    assert "Triton is not installed" in (cuda_backend.refusal(fp8) or "")
+    assert "prompts go to gather, which refuses: " in (cuda_backend.refusal(replace(NEED, kv_dtype=FP8)) or "")
     monkeypatch.undo()
     nothing_found(monkeypatch)
     assert "no CUDA compiler was found" in (cuda_backend.refusal(NEED) or "")

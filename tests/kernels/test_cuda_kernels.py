@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchjob_kernels import AttnMeta, DeviceLens, cuda_backend, cuda_driver, reference
+from batchjob_kernels import AttnMeta, DeviceLens, cuda_backend, cuda_driver, gather, reference
 from batchjob_kernels.cuda_build import Variant, decode_variant, write_variant
 
 _spec = importlib.util.spec_from_file_location("cuda_shim_host", Path(__file__).parent / "cuda_shim" / "host.py")
@@ -147,7 +148,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def attend(machine: Any, case: Case, step: Step, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     step = step.to(DEVICE)
     monkeypatch.setattr(machine, "num_multiprocessors", lambda device: case.multiprocessors)
-    machine.cache = step.cache
+    machine.readable = step.cache
     out = cuda_backend.paged_attention(step.q, step.kv, step.cache, step.meta, **step.options)
     assert out.dtype == case.dtype
     return out.cpu()
@@ -204,11 +205,15 @@ def name_of(case: Case) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_decode_equals_the_reference(case: Case, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_equals_the_reference(
+    case: Case, machine: Any, monkeypatch: pytest.MonkeyPatch, check_close: Callable[[str, Tensor, Tensor, float], None]
+) -> None:
     plain, step = make_step(case)
     expected = reference.paged_attention(plain.q, plain.kv, plain.cache, plain.meta, **plain.options)
-    error = error_of(case, expected, attend(machine, case, step, monkeypatch))
-    assert error < TOLERANCE[case.dtype]
+    actual = attend(machine, case, step, monkeypatch)
+    name = f"CUDA decode{', FP8 cache' if case.kv_dtype == FP8 else ''}"
+    check_close(name, actual, expected, TOLERANCE[case.dtype])
+    assert error_of(case, expected, actual) < TOLERANCE[case.dtype]
 
 
 def test_the_split_follows_the_launch_and_not_the_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +279,7 @@ def test_writes_the_slots_and_nothing_else(
     for token, slot in enumerate(slots.tolist()):
         expected[slot // size, :, :, slot % size] = finite[token].to(kv_dtype)
     cache = before.to(DEVICE)
-    machine.cache = cache
+    machine.readable = cache
     meta = AttnMeta([num_tokens], [num_tokens], torch.zeros(1, 1, dtype=torch.int32), slots.to(DEVICE), size)
     cuda_backend.write_kv(kv.to(DEVICE), cache, meta)
     bits = torch.uint8 if kv_dtype == FP8 else torch.int32 if kv_dtype == FULL else torch.int16
@@ -308,6 +313,53 @@ def test_wrong_layouts_are_errors() -> None:
         cuda_backend.paged_attention(
             step.q, step.kv, step.cache, replace(step.meta, block_table=step.meta.block_table.long()), **step.options
         )
+
+
+@pytest.mark.skipif(not ON_DEVICE, reason="no CUDA device")
+def test_a_captured_step_reads_its_lengths_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(BF16, BF16, 128, 4, lens=(700, 600, 900), tables="slots", multiprocessors=4)
+    plain, step = make_step(case)
+    step = step.to(DEVICE)
+    monkeypatch.setattr(cuda_driver, "num_multiprocessors", lambda device: case.multiprocessors)
+
+    def run() -> Tensor:
+        return cuda_backend.paged_attention(step.q, step.kv, step.cache, step.meta, **step.options)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for lens in ([700, 600, 900], [1, 33, 512]):
+        assert step.meta.device_lens is not None
+        step.meta.device_lens.kv_lens.copy_(torch.tensor(lens))
+        graph.replay()
+        expected = reference.paged_attention(
+            plain.q, plain.kv, plain.cache, replace(plain.meta, kv_lens=lens), **plain.options
+        )
+        assert error_of(case, expected, out.cpu()) < TOLERANCE[BF16]
+
+
+@pytest.mark.parametrize("tables", ["lists", "slots"])
+def test_steps_with_prompts_go_to_another_backend(tables: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_backend, "_other_backend", lambda: gather)
+    plain, step = make_step(Case(lens=(20, 40), tables=tables))
+    queries = torch.randn(6, *step.q.shape[1:])
+    places = [(0, position) for position in range(15, 20)] + [(1, 39)]
+    kv = torch.stack([plain.cache[plain.meta.block_table[row, at // 16], :, :, at % 16] for row, at in places])
+    lens = {"query_lens": [5, 1], "kv_lens": [20, 40]}
+    expected = reference.paged_attention(queries, kv, plain.cache, replace(plain.meta, **lens), **plain.options)
+    meta = replace(step.meta, **lens, plans={})
+    for _ in range(2):  # the second layer of a step finds what the first worked out
+        actual = cuda_backend.paged_attention(queries, kv, step.cache, meta, **step.options)
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_other_backend_is_tritons_where_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = importlib.util.find_spec("triton")
+    assert cuda_backend._other_backend().__name__.split(".")[-1] == ("triton_backend" if triton else "gather")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert cuda_backend._other_backend() is gather
 
 
 # Mistakes put into the sources on purpose: each must be noticed.
@@ -380,7 +432,7 @@ def probe(shim: Any, monkeypatch: pytest.MonkeyPatch) -> float:
     plain, step = make_step(PROBE)
     expected = reference.paged_attention(plain.q, plain.kv, plain.cache, plain.meta, **plain.options)
     monkeypatch.setattr(shim, "num_multiprocessors", lambda device: PROBE.multiprocessors)
-    shim.cache = step.cache
+    shim.readable = step.cache
     out = cuda_backend.paged_attention(step.q, step.kv, step.cache, step.meta, **step.options)
     return error_of(PROBE, expected, out)
 

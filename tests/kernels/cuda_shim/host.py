@@ -19,7 +19,7 @@ GXX = shutil.which("g++")
 
 
 def _compile(*arguments: str | Path) -> None:
-    command = [str(GXX), "-O1", "-std=c++17", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-fPIC", *map(str, arguments)]
+    command = [str(GXX), "-O1", "-std=c++17", "-Wall", "-Wno-unknown-pragmas", "-fPIC", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -34,7 +34,7 @@ class Shim:
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
         self.library.shim_launch.restype = ctypes.c_char_p
-        self.cache: Tensor | None = None  # that the kernels may read
+        self.readable: Tensor | None = None  # the cache: asynchronous copies may read nothing else
         self.launches: list[tuple[str, tuple[int, int, int]]] = []
 
     def num_multiprocessors(self, device: torch.device) -> int:
@@ -51,16 +51,16 @@ class Shim:
         device: torch.device,
     ) -> None:
         self.launches.append((entry, grid))
-        assert self.cache is not None
-        assert params.cache == self.cache.data_ptr()
+        assert self.readable is not None
+        assert params.cache == self.readable.data_ptr()
         said = self.library.shim_launch(
             f"{variant.name}:{entry}".encode(),
             (ctypes.c_int * 3)(*grid),
             threads,
             shared_bytes,
             ctypes.byref(params),
-            ctypes.c_void_p(self.cache.data_ptr()),
-            ctypes.c_long(self.cache.nbytes),
+            ctypes.c_void_p(self.readable.data_ptr()),
+            ctypes.c_long(self.readable.nbytes),
             ctypes.c_uint(len(self.launches)),
         )
         if said:

@@ -61,16 +61,20 @@ inline float __uint_as_float(unsigned bits) {
 }
 
 inline float half_to_float(unsigned short bits) {
-    _Float16 x;
-    memcpy(&x, &bits, 2);
-    return static_cast<float>(x);
+    const unsigned size = bits & 0x7fffu, sign = (bits & 0x8000u) << 16;
+    if (size >= 0x7c00u) return __uint_as_float(sign | 0x7f800000u | (size << 13));
+    return __uint_as_float(sign | __float_as_uint(ldexpf(__uint_as_float(size << 13), 127 - 15)));
 }
 
-inline unsigned short float_to_half(float x) {
-    const _Float16 half = static_cast<_Float16>(x);
-    unsigned short bits;
-    memcpy(&bits, &half, 2);
-    return bits;
+inline unsigned short float_to_half(float x) {  // to nearest, ties to even
+    const unsigned sign = (__float_as_uint(x) >> 16) & 0x8000u;
+    const float size = fabsf(x);
+    if (x != x) return 0x7e00u;
+    if (size >= 65520.0f) return static_cast<unsigned short>(sign | 0x7c00u);
+    if (size < 0x1p-14f) return static_cast<unsigned short>(sign | static_cast<unsigned>(rintf(size * 0x1p24f)));
+    unsigned bits = __float_as_uint(size);
+    bits += 0xfffu + ((bits >> 13) & 1u);
+    return static_cast<unsigned short>(sign | ((bits >> 13) - ((127u - 15u) << 10)));
 }
 
 inline float exp2_fast(float x) { return exp2f(x); }
