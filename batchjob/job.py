@@ -246,7 +246,7 @@ def _run(job: Job, watcher: Watcher, task: SlurmTask | None, limit: TimeLimit, e
                     chunks = SharedChunks(store, todo, others, counts, team) if spec.steal else OwnChunks(todo)
                     _work(job, chunks, counts, result, stop, watcher, limit, lease, echo)
                     lease.check()
-            if counts.rows_done < counts.rows_total:
+            if team is not None or counts.rows_done < counts.rows_total:  # others of a team may have rows to do
                 result.stopped_by = stop.reason
             num_finished = counts.rows_done - result.rows_reused
             store.note_attempt({**info, "ended": {"by": result.stopped_by or "done", "rows_finished": num_finished}})
