@@ -30,8 +30,8 @@ from batchjob.signals import StopSignals
 from batchjob.slurm import Requeue, SlurmTask
 from batchjob.spec import JobSpec
 from batchjob.stopping import requeue, stop_signals, time_limit
-from batchjob.summary import RunResult
 from batchjob.supervisor.attempt import StopNotice
+from batchjob.supervisor.ending import result_of
 from batchjob.supervisor.lane import gave_up_message
 from batchjob.supervisor.member import Failure, Member, State
 from batchjob.supervisor.policy import AttemptEnd
@@ -178,7 +178,7 @@ class TeamSupervisor:
             return self._failed(failures)
         if not is_complete and reason is None:
             voice.tally.close()
-        result = self._result(results)
+        result = result_of(self._spec, members, voice)
         result.stopped_by, result.requeue = (None, Requeue()) if is_complete else (reason, came_of_it)
         voice.print(result.render())
         return result.exit_code
@@ -199,51 +199,3 @@ class TeamSupervisor:
         if any(failure.gave_up for failure in failures):
             raise EngineError(f"gave up: none of {len(failures)} devices goes on; finished rows are safe")
         return next(failure.code for failure in failures if not failure.is_device)
-
-    def _result(self, results: Sequence[RunResult]) -> RunResult:
-        tally = self._voice.tally
-        result = RunResult(
-            output=str(self._spec.output),
-            rows_total=tally.rows_total,
-            rows_done=tally.rows_done,
-            rows_reused=tally.rows_reused,
-            rows_saved=sum(result.rows_saved for result in results),
-            rows_continued=sum(result.rows_continued for result in results),
-            chunks_stolen=sum(result.chunks_stolen for result in results),
-            rows_wasted=sum(result.rows_wasted for result in results),
-            max_error_rate=self._spec.max_error_rate,
-            prompt_tokens=sum(member.lane.prompt_tokens for member in self._members),
-            output_tokens=sum(member.lane.output_tokens for member in self._members),
-            seconds=self._voice.seconds,
-            job_complete=any(result.job_complete for result in results),
-            rows_by_device={member.lane.name: member.lane.rows_finished for member in self._members},
-        )
-        result.take_counts(self._counts())
-        result.warnings = self._warnings()
-        return result
-
-    def _counts(self) -> dict[str, object]:
-        """Of the whole output: the parts as the worker saw them who left last, and the chunks that each left open."""
-        done = [member.result for member in self._members if member.result is not None and member.result.job_complete]
-        if done:
-            return {"ok": done[0].num_ok, "error": done[0].num_failed, "errors": done[0].errors}
-        seen = [member.counts for member in self._members if member.counts is not None]
-        if not seen:
-            return {"ok": 0, "error": 0, "errors": {}}
-        latest = max((parts for parts, _ in seen), key=lambda parts: parts["ok"] + parts["error"])
-        errors: dict[str, int] = {}
-        for counts in [latest, *(rest for _, rest in seen)]:
-            for kind, number in counts["errors"].items():
-                errors[kind] = errors.get(kind, 0) + number
-        ok, error = (latest[name] + sum(rest[name] for _, rest in seen) for name in ("ok", "error"))
-        return {"ok": ok, "error": error, "errors": errors}
-
-    def _warnings(self) -> list[str]:
-        """What several of them found is said once."""
-        found: dict[str, list[str]] = {}
-        for member in self._members:
-            for warning in () if member.result is None else member.result.warnings:
-                found.setdefault(warning, []).append(member.lane.name)
-        lines = [text if len(names) > 1 else f"{names[0]}: {text}" for text, names in found.items()]
-        failed = [(member.lane.name, member.failure.message) for member in self._members if member.failure is not None]
-        return lines + [f"{name} failed: {message}" for name, message in failed]
