@@ -43,6 +43,7 @@ class Check:
     def __init__(self, args: argparse.Namespace, directory: Path) -> None:
         self._args = args
         self._directory = directory
+        self._safer: dict[str, Any] = {}  # than the best settings, where those have failed
         self._deadline = time.monotonic() + args.seconds
         self._context: Any = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOAD)
@@ -54,34 +55,44 @@ class Check:
 
     def run(self, parts: list[Part]) -> None:
         for part in parts:
-            entry = self._run(part)
-            if part.name == SMOKE and entry["status"] != "ok" and self._args.device != "cpu":
+            entry = self._run(
+                part, {**self._safer, **part.settings} if "gpu_engine" in part.function else part.settings
+            )
+            if part.name == SMOKE and "limits" not in entry and entry["status"] != "skipped":
                 # Whatever was imported may have touched the GPU, which processes that are forked later cannot use then.
                 print("smoke failed: once more, with new interpreters", flush=True)
                 self._context = multiprocessing.get_context("spawn")
                 self.document["interpreters"] = "new ones"
-                entry = self._run(part)
+                entry = self._run(part, part.settings)
+            for settings in part.retries:
+                if entry["status"] in ("ok", "errors", "skipped") or "published" in entry:
+                    break
+                print(headline(part.name, entry), flush=True)
+                failed = {key: entry[key] for key in ("status", "error", "log", "seconds") if key in entry}
+                entry = self._run(part, settings)
+                entry["failed_before"] = failed
+                if entry["status"] == "ok" and part.name.startswith("best/"):
+                    self._safer = settings  # for the parts that follow
             print(headline(part.name, entry), flush=True)
 
-    def _run(self, part: Part) -> dict[str, Any]:
+    def _run(self, part: Part, settings: dict[str, Any]) -> dict[str, Any]:
         left = self._deadline - time.monotonic() - _GRACE
         if left < part.least * (0.2 if self._args.tiny else 1.0):
-            return self._save(
-                part, {"status": "skipped", "reason": f"{max(0.0, left):.0f} s left, {part.least:.0f} needed"}
-            )
+            reason = f"{max(0.0, left):.0f} s left, {part.least:.0f} needed"
+            return self._save(part, {"status": "skipped", "reason": reason})
         seconds = min(left, max(part.least, part.share * self._args.seconds))
         name = "".join(letter if letter.isalnum() else "-" for letter in part.name)
         result, log = self._directory / f"{name}.json", self._directory / f"{name}.log"
         result.unlink(missing_ok=True)
         task = Task(
             function=part.function,
-            seconds=seconds,
+            deadline=time.monotonic() + seconds,
             result_path=str(result),
             log_path=str(log),
             device=self._args.device,
             tiny=self._args.tiny,
             limits=self._limits(),
-            settings=part.settings,
+            settings=settings,
             options=part.options,
         )
         started = time.monotonic()
@@ -93,6 +104,7 @@ class Check:
         entry: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
         entry["seconds"] = time.monotonic() - started
         entry["allotted"] = seconds
+        entry["settings"] = settings
         if timed_out:
             entry["status"] = "timed out"
         elif entry.pop("over", False):
@@ -104,8 +116,6 @@ class Check:
         return self._save(part, entry)
 
     def _save(self, part: Part, entry: dict[str, Any]) -> dict[str, Any]:
-        if part.settings:
-            entry["settings_changed"] = part.settings
         self.document["parts"][part.name] = entry
         if self._args.json is not None:
             write_json(self._args.json, self.document)

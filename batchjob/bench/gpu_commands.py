@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from batchjob.bench.gpu_shapes import SHAPES, build
 from batchjob.bench.gpu_task import ROOT, Report, Task
 
 _OUTCOME = re.compile(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", re.MULTILINE)
+_COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped|xfailed)")
 _START = "import json, sys; from batchjob.bench.gpu_commands import start_up; start_up(json.loads(sys.argv[1]))"
 
 
@@ -65,7 +65,8 @@ def _run_tests(path: Path, task: Task, report: Report) -> dict[str, Any]:
         text = output.read()
     print(text, flush=True)
     outcomes = _OUTCOME.findall(text)
-    counts = collections.Counter(outcome.lower() for _, outcome in outcomes)
+    counts = {name: int(number) for number, name in _COUNT.findall(text.rstrip().rpartition("\n")[2])}
+    counts = counts or collections.Counter(outcome.lower() for _, outcome in outcomes)  # where it was cut off
     result: dict[str, Any] = {"seconds": time.monotonic() - started, "exit_code": code, **counts}
     failed = [name.split("::", 1)[1] for name, outcome in outcomes if outcome in ("FAILED", "ERROR")]
     if failed:
@@ -157,12 +158,14 @@ def _save_model(directory: Path) -> None:
     """A tiny Qwen3 of random weights, with a tokenizer whose tokens are the 256 bytes."""
     import torch
 
+    from batchjob.bench.gpu_shapes import SHAPES, build
+
     shape = SHAPES["Qwen3-0.6B"].tiny()
     model: Any = build(shape, device=torch.device("cpu"), dtype=torch.float32, attention="sdpa", std=0.1)
     model.save_pretrained(directory)
     tokens = [*_byte_symbols(), "<end>"]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    tokenizer = {
+    tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -247,23 +250,23 @@ def start_up(request: dict[str, Any]) -> None:
 
     reached("python")
     from batchjob.bench import gpu_engine
-    from batchjob.bench.workload import NoText, add_rows
+    from batchjob.bench.workload import NoText, Row, add_rows
     from batchjob.engine import Engine
     from batchjob.engine.runner import TorchRunner
 
     reached("imports")
-    task = Task(function="", seconds=0, result_path="", log_path="", **request["task"])
+    task = Task(function="", deadline=0.0, result_path="", log_path="", **request["task"])
     shape = gpu_engine.shape_of(task)
     rows = gpu_engine.workload("published", tiny=task.tiny)
     config = gpu_engine.make_config(task, rows)
     runner = TorchRunner(lambda: gpu_engine.model_of(task, shape), config)
     engine = Engine(runner, NoText(), config)
     reached("engine")
-    add_rows(engine, [gpu_engine.Row(rows[0].token_ids, 1)])
+    add_rows(engine, [Row(rows[0].token_ids, 1)])
     while engine.has_unfinished():
         engine.step()
     reached("first token")
-    gpu_engine.warm_up(engine, largest_id=shape.vocab_size - 1)
+    gpu_engine.warm_up(engine, rows, largest_id=shape.vocab_size - 1)
     reached("steady")
     sys.stdout.flush()
     os._exit(0)

@@ -51,7 +51,7 @@ def measure(task: Task, report: Report) -> None:
     runner = TorchRunner(lambda: model_of(task, shape), config)
     engine = Engine(runner, NoText(), config)
     report.add(start=_describe_start(runner, engine, time.perf_counter() - started))
-    report.add(warm_up_seconds=warm_up(engine, largest_id=shape.vocab_size - 1))
+    report.add(warm_up_seconds=warm_up(engine, workloads[names[0]], largest_id=shape.vocab_size - 1))
     for name, rows in workloads.items():
         if report.seconds_left < 2:
             report.add(**{name: {"skipped": "no time left"}})
@@ -80,19 +80,22 @@ def model_of(task: Task, shape: Shape) -> torch.nn.Module:
     return build(shape, device=task.torch_device, dtype=getattr(torch, task.dtype_name))
 
 
-def warm_up(engine: Engine, *, largest_id: int) -> float:
-    """Seconds of a run that visits every size of decode step, so that kernels are compiled and graphs captured.
+def warm_up(engine: Engine, rows: list[Row], *, largest_id: int) -> float:
+    """Seconds of a run that visits every size of decode step and prompts of all lengths, so that kernels are compiled
+    and graphs captured.
 
-    As many short rows as run at once, whose ends are spread over the run. None starts as a row of a workload does.
+    As many rows as run at once, whose ends are spread over the run. Every fourth has a prompt as long as one of the
+    workload's, of other tokens.
     """
     started = time.perf_counter()
     count = engine.capacity.max_num_seqs
     spread = max(1, -(-count // _WARM_UP_TOKENS))
-    add_rows(
-        engine,
-        [Row([largest_id - i % 7, largest_id - i // 7 % 50, 1, 2, 3], 2 + i // spread) for i in range(count)],
-        temperature=TEMPERATURE,
-    )
+    short = []
+    for i in range(count):
+        prompt = rows[i % len(rows)].token_ids if i % 4 == 0 else [i, i // 7, 3, 4, 5]
+        num_tokens = 2 + i // spread + max(0, i - count + 4)  # the last ones end one by one
+        short.append(Row([largest_id - token % largest_id for token in prompt], num_tokens))
+    add_rows(engine, short, temperature=TEMPERATURE)
     while engine.has_unfinished():
         engine.step()
     return time.perf_counter() - started

@@ -5,6 +5,7 @@ Caches are larger than the device's own and calls take turns in them, so that ke
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from batchjob.bench.gpu_engine import shape_of
 from batchjob.bench.gpu_shapes import Shape
 from batchjob.bench.gpu_smoke import (
-    _SAMPLERS,
+    SAMPLERS,
     block_size_for,
     make_sampler,
     op_inputs,
@@ -34,28 +35,31 @@ _TINY_DECODE, _TINY_PREFILL = ((2, 40), (3, 17)), ((1, 24, 0), (2, 5, 9))
 
 
 def attention(task: Task, report: Report) -> None:
-    """Options: `shape`, `backends`."""
+    """Options: `shape`, `backend`."""
     shape, device = shape_of(task), task.torch_device
     dtype = getattr(torch, task.dtype_name)
-    for name in task.options["backends"]:
-        need = requirements(name, device, dtype, head_dim=shape.head_dim, group=shape.num_heads // shape.num_kv_heads)
-        refusal = backend(name).refusal(need)
-        if refusal is not None:
-            report.add(**{name: f"refused: {refusal}"})
-            continue
-        bench = _Attention(name, shape, task, dtype)
-        found: dict[str, Any] = {}
-        for batch, context in _TINY_DECODE if task.tiny else _DECODE:
-            if report.seconds_left < 3:
-                break
-            found[f"decode {batch} x {context}"] = bench.measure([1] * batch, [context] * batch)
-            report.add(**{name: found})
-        for batch, new, before in _TINY_PREFILL if task.tiny else _PREFILL:
-            if report.seconds_left < 3 or name == "gather":
-                break
-            label = f"prefill {batch} x {new}" + (f" after {before}" if before else "")
-            found[label] = bench.measure([new] * batch, [new + before] * batch)
-            report.add(**{name: found})
+    name = task.options["backend"]
+    need = requirements(name, device, dtype, head_dim=shape.head_dim, group=shape.num_heads // shape.num_kv_heads)
+    refusal = backend(name).refusal(need)
+    if refusal is not None:
+        report.add(**{name: f"refused: {refusal}"})
+        return
+    bench = _Attention(name, shape, task, dtype)
+    points = [
+        (f"decode {batch} x {context}", [1] * batch, [context] * batch)
+        for batch, context in (_TINY_DECODE if task.tiny else _DECODE)
+    ]
+    prefills = () if name == "gather" else _TINY_PREFILL if task.tiny else _PREFILL
+    for index, (batch, new, before) in enumerate(prefills):
+        label = f"prefill {batch} x {new}" + (f" after {before}" if before else "")
+        points.insert(3 * index + 2, (label, [new] * batch, [new + before] * batch))  # among the decodes
+    found: dict[str, Any] = {}
+    for label, query_lens, kv_lens in points:
+        if report.seconds_left < 3:
+            report.add(note="the other points were left out for lack of time")
+            break
+        found[label] = bench.measure(query_lens, kv_lens)
+        report.add(**{name: found})
 
 
 class _Attention:
@@ -78,7 +82,7 @@ class _Attention:
 
     def _measure(self, query_lens: list[int], kv_lens: list[int]) -> dict[str, Any]:
         shape, needed = self._shape, sum(-(-length // self._block_size) for length in kv_lens)
-        turns = min(_MAX_TURNS, max(1, self._num_blocks // needed))
+        turns = 1 if self._device.type == "cpu" else min(_MAX_TURNS, max(1, self._num_blocks // needed))
         q = torch.randn(sum(query_lens), shape.num_heads, shape.head_dim, device=self._device).to(self._cache.dtype)
         calls = []
         for turn in range(turns):
@@ -131,7 +135,7 @@ def others(task: Task, report: Report) -> None:
     for label in ("rms_norm", "add_rms_norm", "act_and_mul", "rotary_write"):
         for num_tokens in sizes:
             if report.seconds_left > 2:
-                report.attempt(f"{label} {num_tokens}", lambda label=label, n=num_tokens: op(label, n))
-    for label, settings in _SAMPLERS.items():
+                report.attempt(f"{label} {num_tokens}", partial(op, label, num_tokens))
+    for label, settings in SAMPLERS.items():
         if report.seconds_left > 2:
-            report.attempt(f"sampler {label} {sizes[0]}", lambda settings=settings: sampler(settings, sizes[0]))
+            report.attempt(f"sampler {label} {sizes[0]}", partial(sampler, settings, sizes[0]))

@@ -17,6 +17,7 @@ class Part:
     least: float  # seconds without which it is not worth starting
     settings: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    retries: tuple[dict[str, Any], ...] = ()  # settings of further tries, each where the one before has failed
 
 
 def parts_for(shapes: Sequence[str], best: dict[str, Any], *, tiny: bool, on_cpu: bool) -> list[Part]:
@@ -25,20 +26,26 @@ def parts_for(shapes: Sequence[str], best: dict[str, Any], *, tiny: bool, on_cpu
     parts = [Part(SMOKE, "gpu_smoke:smoke", 0.25, 5)]
     for shape in shapes:
         options = {"shape": shape, "workloads": ["published", "azure"], "profile": True}
-        parts.append(Part(f"best/{shape}", "gpu_engine:measure", 0.25, 15, best, options))
+        safer = ({**best, "cuda_graphs": False}, {**best, "cuda_graphs": False, "fuse": False})
+        parts.append(Part(f"best/{shape}", "gpu_engine:measure", 0.25, 15, best, options, () if on_cpu else safer))
     for shape in shapes[:2]:
         options = {"shape": shape, "workload": "published"}
-        parts.append(Part(f"generate_batch/{shape}", "gpu_peers:generate_batch", 0.2, 15, {}, options))
+        # Its best settings, and what it chooses by itself.
+        fast = {} if on_cpu else {"use_cuda_graph": True, "use_async_batching": True}
+        retries: tuple[dict[str, Any], ...] = ({},) if fast else ()
+        parts.append(Part(f"generate_batch/{shape}", "gpu_peers:generate_batch", 0.2, 15, fast, options, retries))
     parts.append(
         Part(f"generate/{first}", "gpu_peers:generate", 0.1, 12, {}, {"shape": first, "workload": "published"})
     )
-    backends = ["triton", "gather"] if on_cpu else ["triton", "cuda", "flash"]
-    parts.append(Part("attention", "gpu_kernels:attention", 0.12, 10, {}, {"shape": shapes[-1], "backends": backends}))
+    for backend in ("triton", "gather") if on_cpu else ("triton", "flash", "cuda"):
+        options = {"shape": shapes[-1], "backend": backend}
+        share = 0.15 if backend == "triton" else 0.07
+        parts.append(Part(f"attention, {backend}", "gpu_kernels:attention", share, 8, {}, options))
     parts.append(Part("other kernels", "gpu_kernels:others", 0.08, 8, {}, {"shape": shapes[-1]}))
     tests = {"files": "test_attention.py", "select": "decode"} if tiny else {}
     parts.append(Part("kernel tests", "gpu_commands:kernel_tests", 0.3, 15, {}, tests))
     rows = {"rows": 48, "max_tokens": 16} if tiny else {"rows": 400, "max_tokens": 400}
-    parts.append(Part("kill and resume", "gpu_commands:kill_and_resume", 0.15, 25, {}, rows))
+    parts.append(Part("kill and resume", "gpu_commands:kill_and_resume", 0.2, 25, {}, rows))
     parts.append(Part("start", "gpu_commands:starts", 0.25, 20, best, {"shape": first}))
     return parts + _factors(first, best, on_cpu=on_cpu)
 

@@ -99,6 +99,6 @@ def _device_microseconds(profiler: torch.profiler.profile, *, is_cpu: bool) -> C
     for event in profiler.events() or ():
         if is_cpu:
             total[event.name] += event.self_cpu_time_total
-        elif event.device_type == torch.autograd.DeviceType.CUDA:
+        elif event.device_type.name == "CUDA":
             total[event.name] += event.time_range.elapsed_us()
     return total

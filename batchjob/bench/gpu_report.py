@@ -108,7 +108,7 @@ def _facts(entry: dict[str, Any]) -> list[str]:
         elif isinstance(value, str) and value.startswith("refused"):
             facts.append(f"{name}: {value}")
     if "rows_when_killed" in entry:
-        facts.append(f"killed after {entry['rows_when_killed']} rows; {entry.get('rows', '?')} rows once after the resume"
+        facts.append(f"killed after {entry['rows_when_killed']} rows; {entry.get('rows', '?')} rows once after it"
                      if not entry.get("not_once") else "rows were lost or doubled")  # fmt: skip
     checks = [name for name, value in entry.items() if name.startswith("kernel ") and isinstance(value, str)]
     if checks:

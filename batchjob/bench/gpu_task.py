@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @dataclass(frozen=True, slots=True)
 class Task:
     function: str  # "module:name" inside batchjob.bench; called with a task and a report
-    seconds: float  # it is stopped after so many
+    deadline: float  # of the monotonic clock, which all processes share; it is stopped then
     result_path: str
     log_path: str  # what it prints
     device: str = "cuda"
@@ -53,10 +53,10 @@ class Task:
 class Report:
     """What a part has found so far, kept on disk."""
 
-    def __init__(self, path: str | Path, seconds: float) -> None:
+    def __init__(self, path: str | Path, deadline: float) -> None:
         self.values: dict[str, Any] = {}
         self._path = Path(path)
-        self.deadline = time.monotonic() + seconds
+        self.deadline = deadline
 
     @property
     def seconds_left(self) -> float:
@@ -100,7 +100,7 @@ def run_task(task: Task) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(task.environment)
-    report = Report(task.result_path, task.seconds)
+    report = Report(task.result_path, task.deadline)
     code = 0
     try:
         if task.tiny:

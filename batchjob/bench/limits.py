@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def measure_device_limits(device: torch.device, *, small: bool = False) -> Limit
     for width in widths:
         left, right = torch.randn(2, width, width, device=device).to(torch.bfloat16)
         out = torch.empty_like(left)
-        product = seconds_per_call([lambda a=left, b=right, c=out: torch.mm(a, b, out=c)], device).seconds
+        product = seconds_per_call([partial(torch.mm, left, right, out=out)], device).seconds
         flops = max(flops, 2 * width**3 / product)
     return Limits(flops, 2 * source.numel() * source.element_size() / copy, "bfloat16")
 
