@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from batchjob.engine.packed_linear import POST_OPS, can_pack
 from batchjob_kernels import gather
 
 sys.path.insert(0, str(Path(__file__).parent))
-from families import FAMILIES, build
+from families import FAMILIES, build, use_gather
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.zeros(1, 1)), reason="this PyTorch cannot pack linear layers")
 
@@ -32,7 +34,7 @@ def _one_thread() -> None:
 def prepare(model: Any, *, use_fused: bool = True) -> LoadedModel:
     register()
     model.set_attn_implementation(ATTENTION_NAME)
-    prepared = prepare_model(model, max_model_len=64, backend=gather, use_fused=use_fused)
+    prepared = prepare_model(model, max_model_len=64, choose_backend=use_gather, block_size=4, use_fused=use_fused)
     assert prepared is not None
     return prepared
 
@@ -107,6 +109,15 @@ def test_fused_models_equal_themselves_unfused(family: str) -> None:
     assert left == [], "every linear layer is packed"
 
 
+def test_originals_are_let_go() -> None:
+    model = build(*FAMILIES["llama"])
+    originals = [weakref.ref(part) for part in model.modules() if type(part) is nn.Linear]
+    prepared = prepare(model)
+    gc.collect()
+    assert prepared.fused["layers"] == 3
+    assert all(original() is None for original in originals)
+
+
 def test_a_part_that_does_something_else_is_left_as_it_is() -> None:
     model = build(*FAMILIES["llama"])
 
@@ -132,7 +143,7 @@ def test_a_model_that_reaches_into_a_replaced_part_runs_unfused(monkeypatch: pyt
 
     model.model.forward = forward
     model.set_attn_implementation(ATTENTION_NAME)
-    assert prepare_model(model, max_model_len=64, backend=gather) is None
+    assert prepare_model(model, max_model_len=64, choose_backend=use_gather, block_size=4) is None
 
 
 def test_other_logits_are_a_problem_also_where_they_are_not_numbers() -> None:

@@ -52,7 +52,6 @@ def _case(size: int, dtype: str, has_residual: bool) -> AotCase:
 
 AOT = [
     _case(size, dtype, has_residual)
-    for size in (1024, 4096, 5120)
-    for dtype in ("bf16", "fp16")
+    for size, dtype in ((1024, "bf16"), (4096, "bf16"), (5120, "bf16"), (4096, "fp16"))
     for has_residual in (False, True)
 ]
