@@ -1,0 +1,101 @@
+"""The engine's settings as flags: they reach the engine, results stay the same, and what changes results is pinned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+
+import batchjob
+from batchjob.errors import ConfigMismatchError, EngineError, UsageError
+
+Write = Callable[[Path, Iterable[Any]], Path]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path, write_jsonl: Write) -> Path:
+    return write_jsonl(tmp_path / "in.jsonl", [{"prompt": f"tell me about {i * 7919 % 101}"} for i in range(20)])
+
+
+def run(model: Path, source: Path, output: Path, **settings: Any) -> list[dict[str, Any]]:
+    spec = batchjob.JobSpec(
+        model=str(model),
+        input=(str(source),),
+        output=str(output),
+        device="cpu",
+        progress="none",
+        raw=True,
+        **{"max_tokens": 12, "max_num_seqs": 6, **settings},
+    )
+    assert batchjob.run(spec, echo=lambda line: None).exit_code == 0
+    [path] = (output / "data").iterdir()
+    return pyarrow.parquet.read_table(path).to_pylist()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"async_scheduling": "on"},
+        {"async_scheduling": "on", "decode_steps_per_launch": 4},
+        {"attention_backend": "reference"},
+    ],
+    ids=str,
+)
+def test_rows_do_not_depend_on_how_steps_are_made(
+    settings: dict[str, Any], tiny_llama: Path, prompts: Path, tmp_path: Path
+) -> None:
+    for sampling in ({}, {"temperature": 1.0}):
+        name = "random" if sampling else "greedy"
+        expected = run(tiny_llama, prompts, tmp_path / name, **sampling)
+        assert run(tiny_llama, prompts, tmp_path / f"{name}-other", **sampling, **settings) == expected
+
+
+def test_settings_that_change_no_result_may_change_between_runs(
+    tiny_llama: Path, prompts: Path, tmp_path: Path
+) -> None:
+    rows = run(tiny_llama, prompts, tmp_path / "out")
+    again = run(tiny_llama, prompts, tmp_path / "out", async_scheduling="on", decode_steps_per_launch=2)
+    assert again == rows
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"), ({"deterministic": True}, "deterministic")],
+    ids=["kv_cache_dtype", "deterministic"],
+)
+def test_settings_that_change_results_are_pinned(
+    settings: dict[str, Any], shown: str, tiny_llama: Path, prompts: Path, tmp_path: Path
+) -> None:
+    run(tiny_llama, prompts, tmp_path / "out")
+    with pytest.raises(ConfigMismatchError, match=shown):
+        run(tiny_llama, prompts, tmp_path / "out", **settings)
+
+
+def test_a_backend_that_cannot_be_used_says_why_and_what_to_change(
+    tiny_llama: Path, prompts: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(EngineError, match=r"'flash' cannot be used: .*CUDA devices only; see --attention-backend"):
+        run(tiny_llama, prompts, tmp_path / "out", attention_backend="flash")
+
+
+def test_fp8_keys_and_values_run_on_a_cpu_too(tiny_llama: Path, prompts: Path, tmp_path: Path) -> None:
+    rows = run(tiny_llama, prompts, tmp_path / "out", kv_cache_dtype="fp8")
+    assert all(row["status"] == "ok" for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"decode_steps_per_launch": 0}, "from 1 to 64, not 0"),
+        ({"tensor_parallel": 0}, "at least 1, not 0"),
+        ({"deterministic": True, "tensor_parallel": 2}, "exclude each other"),
+        ({"attention_backend": "warp"}, "must be one of auto, triton"),
+    ],
+    ids=str,
+)
+def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        batchjob.JobSpec(**settings)
