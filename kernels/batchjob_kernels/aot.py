@@ -32,8 +32,8 @@ CAPABILITIES = (80, 89, 90, 100)
 
 # Tensor cores: warp-wide, by four warps (Hopper), and the fifth generation's (Blackwell).
 _TENSOR_CORE = re.compile(r"\b(?:[HQIO]G?MMA|UTC[A-Z]*MMA)\b")
-_WIDE_LOAD = re.compile(r"\b(?:LDG|LDGSTS)\.\S*\b128\b|\b(?:UBLKCP|UTMALDG)\b")
-_SPILL = re.compile(r"\b(STL|LDL)(?:\.\S*?)?(?:\.(64|128))?\s")
+_WIDE_LOAD = re.compile(r"\b(?:LDG|LDGSTS)\.(?:\w+\.)*128\b|\b(?:UBLKCP|UTMALDG)\b")
+_SPILL = re.compile(r"\b(?:STL|LDL)((?:\.\w+)*)\s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +82,19 @@ def compile_case(case: AotCase, capability: int) -> Row:
         case.name,
         capability,
         registers=int(registers[1]),
-        spill_bytes=sum(int(match[2] or 32) // 8 for match in _SPILL.finditer(code)),
+        spill_bytes=spilled_bytes(code),
         shared_bytes=compiled.metadata.shared,
         tensor_core=len(_TENSOR_CORE.findall(code)),
         wide_loads=len(_WIDE_LOAD.findall(code)),
         is_matmul=case.is_matmul,
         wants_wide_loads=case.wide_loads,
     )
+
+
+def spilled_bytes(code: str) -> int:
+    """Bytes that one thread stores to and loads from local memory, each instruction counted once."""
+    modifiers = [found.split(".") for found in _SPILL.findall(code)]
+    return sum(16 if "128" in each else 8 if "64" in each else 4 for each in modifiers)
 
 
 def _disassemble(cubin: bytes) -> tuple[str, str]:

@@ -204,7 +204,7 @@ def random_case(seed: int, largest: int) -> Case:
     )
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(14))
 def test_random_steps(seed: int, device_of_many: Callable[[int], None], check_close: Check) -> None:
     device_of_many(random.Random(seed).choice([0, 1, 4]))
     random_case(seed, largest=4).check(check_close)
@@ -234,8 +234,8 @@ def test_head_sizes(head_dim: int, check_close: Check) -> None:
     Case([1, 18], [50, 40], head_dim=head_dim, dtype=torch.bfloat16, num_kv_heads=1).check(check_close)
 
 
-@pytest.mark.parametrize("num_tokens", [63, 64, 65])
-@pytest.mark.parametrize("before", [0, 1, 64])
+@pytest.mark.parametrize("num_tokens", [31, 32, 33])
+@pytest.mark.parametrize("before", [0, 1, 32])
 def test_prompts_around_the_edge_of_a_tile(num_tokens: int, before: int, check_close: Check) -> None:
     Case([num_tokens], [num_tokens + before], num_kv_heads=1, group=1).check(check_close)
 
@@ -246,7 +246,7 @@ def test_lengths_come_from_the_device_and_padding_rows_do_no_harm(check_close: C
     Case([1, 8, 1, 30], [3, 90, 17, 64], on_device=True, num_padding=1).check(check_close)
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 3, 9])
+@pytest.mark.parametrize("multiprocessors", [1, 3])
 def test_keys_cut_into_parts(multiprocessors: int, device_of_many: Callable[[int], None], check_close: Check) -> None:
     """Up to more parts than there are tiles: the parts without keys count for nothing."""
     device_of_many(multiprocessors)
@@ -254,7 +254,7 @@ def test_keys_cut_into_parts(multiprocessors: int, device_of_many: Callable[[int
     meta = case.device_meta()
     check_close("attention, split", case.actual(meta), case.expected(), TOLERANCE[case.dtype])
     assert plan_of(meta).own.num_splits == min(64, 8 * multiprocessors // 2)
-    Case([40, 1], [240, 30], num_kv_heads=1).check(check_close)
+    Case([30, 1], [140, 30], num_kv_heads=1).check(check_close)
     Case([1, 1], [200, 2], num_kv_heads=1, window=70).check(check_close)
 
 
@@ -310,7 +310,7 @@ def test_contexts_are_left_aside_where_they_do_not_pay(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("_products_row_by_row")
-@pytest.mark.parametrize("features", [{}, {"window": 11}, {"softcap": 3.0, "with_sinks": True}], ids=str)
+@pytest.mark.parametrize("features", [{"with_sinks": True}, {"window": 11, "softcap": 3.0}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_deterministic_rows_are_the_same_bits_in_any_step(dtype: torch.dtype, features: dict[str, Any]) -> None:
     """A sequence of 67 tokens: as one prompt; as two parts cut anywhere; its tokens one by one among other rows."""
@@ -323,7 +323,7 @@ def test_deterministic_rows_are_the_same_bits_in_any_step(dtype: torch.dtype, fe
     sinks = None if whole.sinks is None else whole.sinks.to(DEVICE)
     more = {"scale": whole.scale, "window": whole.window, "softcap": whole.softcap, "sinks": sinks}
     expected = backend.paged_attention(q, None, cache, meta, **more)
-    for cut in range(1, length) if DEVICE.type == "cuda" else (1, 15, 16, 33, 64, 66):
+    for cut in range(1, length) if DEVICE.type == "cuda" else (1, 16, 33, 64):
         parts = [
             backend.paged_attention(
                 q[first:last],
@@ -335,7 +335,7 @@ def test_deterministic_rows_are_the_same_bits_in_any_step(dtype: torch.dtype, fe
             for first, last in ((0, cut), (cut, length))
         ]
         assert torch.equal(torch.cat(parts), expected), f"cut after {cut} tokens"
-    rows = [0, 20, 21, 47, 63, 64, 66]
+    rows = [0, 21, 63, 64, 66]
     decode = replace(
         meta,
         query_lens=[1] * len(rows),

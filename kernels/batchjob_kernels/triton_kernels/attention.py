@@ -92,7 +92,15 @@ def _walk(
 
 @triton.jit(
     do_not_specialize=["stride_table", "num_tokens", "first_part", "window"],
-    do_not_specialize_on_alignment=["table_rows", "query_starts", "kv_lens", "begins", "tiles", "contexts"],
+    do_not_specialize_on_alignment=[
+        "block_table",
+        "table_rows",
+        "query_starts",
+        "kv_lens",
+        "begins",
+        "tiles",
+        "contexts",
+    ],
 )
 def attention_kernel(
     q,  # [num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM], each token contiguous
@@ -198,11 +206,8 @@ def attention_kernel(
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     largest = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
     if FREE_OF_MASKS and not HAS_WINDOW:
-        if SHARED:
-            free = (end - begin) // BLOCK_N
-        else:
-            free = (before + first_row + 1 - begin) // BLOCK_N
-        masked_from = tl.minimum(tl.maximum(free, first), last)
+        seen_by_all = end if SHARED else before + first_row + 1
+        masked_from = tl.minimum(tl.maximum((seen_by_all - begin) // BLOCK_N, first), last)
         acc, total, largest = _walk(
             acc, total, largest, queries, own, blocks, begin, end, first, masked_from, last_key, window, scale, cap,
             NUM_KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, MASKED=False,

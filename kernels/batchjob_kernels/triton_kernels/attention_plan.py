@@ -70,7 +70,7 @@ def _make(meta: AttnMeta, use: Use, device: torch.device) -> Plan:
     wide = shapes.choose_shape("mixed", use.head_dim, use.group, use.itemsize, capability)
 
     sent: dict[str, Tensor] = {}
-    if not is_decode or meta.deterministic:  # one and the same compiled kernel for every step that must agree in bits
+    if not is_decode:
         sent["tiles"] = _tiles(lens, shape.rows // use.group)
     if contexts:
         starts = [0, *lens.cumsum(0).tolist()]
@@ -93,6 +93,10 @@ def _make(meta: AttnMeta, use: Use, device: torch.device) -> Plan:
         return Launch(shape, num_tiles, splits, tiles, contexts)
 
     own_tiles = at.get("tiles")
+    if is_decode and meta.deterministic:
+        # One compiled kernel for all steps that must agree in bits. Made on the device: a captured step sends nothing.
+        own_tiles = torch.arange(2 * len(lens), dtype=torch.int32, device=device).view(-1, 2) // 2
+        own_tiles[:, 1] = 0
     own = launch(shape, own_tiles, len(lens) if own_tiles is None else len(own_tiles))
     shared = None
     if contexts:

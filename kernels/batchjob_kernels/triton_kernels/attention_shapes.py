@@ -50,6 +50,8 @@ def choose_shape(kind: Kind, head_dim: int, group: int, itemsize: int, capabilit
         edge = 32 if width <= 128 else 16
         shape = Shape(edge, edge, num_warps=4, num_stages=3)
     else:
+        if capability[0] == 8 and width == 128:
+            keys = 32  # the results of warp-wide products lie in registers: 64 do not fit
         many = kind == "prompts" and width <= 128
         rows = 128 if many else 64 if width <= 256 else 32
         num_warps = 8 if many or width >= 256 else 4
