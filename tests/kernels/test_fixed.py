@@ -213,6 +213,19 @@ def test_numbers_that_are_not_finite_are_stored_as_zero() -> None:
     assert torch.equal(stored, torch.nan_to_num(seq.kv, posinf=0.0))
 
 
+def test_a_broken_row_breaks_no_other() -> None:
+    seqs = [Sequence.random(20, 1), Sequence.random(30, 2)]
+    expected = Paged([seqs[0]]).step([(0, 0, 20)])[0]
+    seqs[1].q[:], seqs[1].kv[:] = torch.nan, torch.nan
+    out, broken = Paged(seqs).step([(0, 0, 20), (1, 0, 30)])
+    assert same(out, expected)
+    assert bool(broken.isnan().all())
+    seqs[0].q[5] = torch.nan  # in a tile with others
+    out = Paged([seqs[0]]).step([(0, 0, 20)])[0]
+    others = torch.arange(20) != 5
+    assert same(out[others], expected[others])
+
+
 def test_an_fp8_cache_is_clamped_and_read_alike_in_every_cut() -> None:
     seq = Sequence.random(40, 1)
     seq.kv[3] *= 1000
