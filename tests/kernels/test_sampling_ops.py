@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from batchjob.core import Sequence
+from batchjob.engine import device_draw
 from batchjob.engine.device_sampler import DeviceSampler, SampleMode
 from batchjob.engine.philox import exponential, philox4x32
 from batchjob.records import Request
@@ -263,6 +264,24 @@ def test_penalties_and_counts_over_steps() -> None:
     counts = both.kernels._tables.counts
     assert counts is not None
     assert torch.equal(counts, both.portable._tables.counts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_penalised_logits(dtype: torch.dtype, check_close: Callable[..., None]) -> None:
+    vocab_size = 1_100  # more than one tile
+    kinds: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.4},
+        {"presence_penalty": 3.0, "frequency_penalty": 0.5},  # prompt tokens 0 and 1 are not in the output
+        {},
+    ]
+    both = Both(vocab_size, [sequence(slot + 3, output=(5, 5, 1099), **kind) for slot, kind in enumerate(kinds)])
+    counts = both.portable._tables.counts
+    assert counts is not None
+    logits = randn(3, 2 * vocab_size).to(dtype)[:, :vocab_size]
+    expected = device_draw.penalise(logits, both.settings[both.slots], counts[both.slots])
+    got = sampling_ops.penalise(logits, both.settings, counts, both.slots)
+    check_close("penalised logits", got, expected, 1e-6)
+    assert (got != logits).sum(dim=1).tolist() == [4, 2, 0]
 
 
 def test_a_step_of_no_rows() -> None:
