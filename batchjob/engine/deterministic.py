@@ -84,7 +84,8 @@ class FixedRows:
             raise UnsupportedModelError(f"{self._model.name} gives {problem} with --deterministic")
 
     def _prove(self) -> None:
-        """One sequence is decoded in every row of a block at once, and computed whole across two blocks, among others.
+        """One sequence is decoded in every row of a block at once, and computed whole across two blocks beside another,
+        whose last token is then decoded too.
 
         Rows of the same numbers must give the same bits at every place. This finds products that are split by other
         bounds for some rows, elementwise operations with an edge within a block, and experts that mix up rows.
@@ -107,10 +108,12 @@ class FixedRows:
             logits = self._run(cache, sequence[position].repeat(ROWS), spans, 1)
             if not _same(logits, logits[:1].expand_as(logits)):
                 raise UnsupportedModelError(self._not_fixed("row's place in a block"))
-            decoded.append(logits[0])
+            decoded.append(logits[:1])
+        blocks = -(-before // size)
         spans = [(1, 0, before), (0, 0, _PROOF_LEN)]
-        whole = self._run(cache, torch.cat((others[:before], sequence)), spans, -(-before // size))[before:]
-        if not _same(whole, torch.stack(decoded)):
+        whole = self._run(cache, torch.cat((others[:before], sequence)), spans, blocks)
+        last = self._run(cache, others[before - 1 : before], [(1, before - 1, before)], blocks)
+        if not _same(whole[before - 1 :], torch.cat((last, *decoded))):
             raise UnsupportedModelError(self._not_fixed("row's neighbours"))
 
     def _run(self, cache: KVCache, ids: Tensor, spans: list[tuple[int, int, int]], blocks_per_seq: int) -> Tensor:
