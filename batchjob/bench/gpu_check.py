@@ -69,18 +69,18 @@ class Check:
                     break
                 print(headline(part.name, entry), flush=True)
                 failed = {key: entry[key] for key in ("status", "error", "log", "seconds") if key in entry}
-                entry = self._run(part, settings)
-                entry["failed_before"] = failed
+                entry = self._run(part, settings, failed_before=failed)
                 if entry["status"] == "ok" and part.name.startswith("best/"):
                     self._safer = settings  # for the parts that follow
             print(headline(part.name, entry), flush=True)
 
-    def _run(self, part: Part, settings: dict[str, Any]) -> dict[str, Any]:
+    def _run(self, part: Part, settings: dict[str, Any], **more: Any) -> dict[str, Any]:
         left = self._deadline - time.monotonic() - _GRACE
         if left < part.least * (0.2 if self._args.tiny else 1.0):
             reason = f"{max(0.0, left):.0f} s left, {part.least:.0f} needed"
             return self._save(part, {"status": "skipped", "reason": reason})
-        seconds = min(left, max(part.least, part.share * self._args.seconds))
+        share = max(part.share, 0.5) if self._args.tiny else part.share  # a rehearsal measures no speed
+        seconds = min(left, max(part.least, share * self._args.seconds))
         name = "".join(letter if letter.isalnum() else "-" for letter in part.name)
         result, log = self._directory / f"{name}.json", self._directory / f"{name}.log"
         result.unlink(missing_ok=True)
@@ -105,6 +105,7 @@ class Check:
         entry["seconds"] = time.monotonic() - started
         entry["allotted"] = seconds
         entry["settings"] = settings
+        entry.update(more)
         if timed_out:
             entry["status"] = "timed out"
         elif entry.pop("over", False):

@@ -43,7 +43,18 @@ def kernel_tests(task: Task, report: Report) -> None:
         if report.seconds_left < 5:
             report.add(**{path.name: {"skipped": "no time left"}})
             continue
-        report.add(**{path.name: _run_tests(path, task, report)})
+        result = _run_tests(path, task, report)
+        report.add(**{path.name: result})
+        if result["exit_code"] not in (0, 5):  # 5: nothing was selected
+            errors = {**report.values.get("errors", {}), path.name: _problem(result)}
+            report.add(errors=errors)
+
+
+def _problem(result: dict[str, Any]) -> str:
+    if result["exit_code"] is None:
+        return "cut off for lack of time"
+    failed = result.get("failed_tests", [])
+    return f"exit code {result['exit_code']}, failed: {', '.join(failed[:3])}" + (", ..." if len(failed) > 3 else "")
 
 
 def _run_tests(path: Path, task: Task, report: Report) -> dict[str, Any]:

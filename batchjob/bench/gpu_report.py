@@ -35,8 +35,8 @@ def table(document: dict[str, Any]) -> str:
 def headline(name: str, entry: dict[str, Any]) -> str:
     """One line as soon as a part is over."""
     row = _rows(entry)[0]
-    seconds = f"{entry.get('seconds', 0.0):6.1f} s"
-    return "  ".join(filter(None, (seconds, name, entry["status"], row[1] and f"{row[1]} tok/s", row[3]))).rstrip()
+    rate, share, remark = row[1] and f"{row[1]} tok/s", row[2] and f"{row[2]} of its bound", row[3]
+    return "  ".join(filter(None, (f"{entry.get('seconds', 0.0):6.1f} s", name, entry["status"], rate, share, remark)))
 
 
 Row = tuple[str, str, str, str]
