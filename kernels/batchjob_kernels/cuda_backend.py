@@ -126,10 +126,12 @@ def paged_attention(
             _look_up(meta, q.device) if all(length == 1 for length in meta.query_lens) else _hand_over(meta)
         )
     plan = meta.plans["cuda"]
-    if isinstance(plan, AttnMeta):
-        other = _other_backend()
-        return other.paged_attention(q, kv, cache, plan, scale=scale, window=window, softcap=softcap, sinks=sinks)
-    return _decode(q, cache, meta, plan, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    if isinstance(plan, _Lookup):
+        return _decode(q, cache, meta, plan, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    other: Tensor = _other_backend().paged_attention(
+        q, kv, cache, plan or meta, scale=scale, window=window, softcap=softcap, sinks=sinks
+    )
+    return other
 
 
 def _decode(
@@ -207,10 +209,10 @@ def _other_backend() -> ModuleType:
     return importlib.import_module("batchjob_kernels.triton_backend")
 
 
-def _hand_over(meta: AttnMeta) -> AttnMeta:
-    """The step as the other backend wants it: `gather` knows nothing of lengths on the device."""
+def _hand_over(meta: AttnMeta) -> AttnMeta | None:
+    """The step as the other backend wants it, None: as it is. `gather` knows nothing of lengths on the device."""
     if _other_backend() is not gather or meta.device_lens is None:
-        return meta
+        return None
     rows = meta.block_table[meta.device_lens.table_rows.long()]
     return replace(meta, block_table=rows, device_lens=None, plans={})
 
