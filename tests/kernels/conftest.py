@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,22 @@ from torch import Tensor
 from batchjob_kernels.triton_kernels import attention_plan
 
 _seen: dict[tuple[str, str], list[float]] = {}
+
+
+@pytest.fixture(autouse=True)
+def _loop_bounds_from_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter of Triton 3.6 takes a number from an array of one, which NumPy 2.5 refuses; 3.7's does not."""
+    if importlib.util.find_spec("triton") is None:
+        return
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
 
 
 @pytest.fixture(autouse=True)
