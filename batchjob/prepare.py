@@ -5,9 +5,12 @@ What is decided here once is frozen in the job's manifest; a resume decides agai
 
 from __future__ import annotations
 
+import os
+import platform
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,16 +149,23 @@ def fingerprint(spec: JobSpec, settings: Settings, *, prompt: Mapping[str, Any],
 
 
 def _bits(spec: JobSpec, settings: Settings) -> dict[str, Any]:
-    """What decides the last bit of a result, where no bit may depend on chance."""
-    import platform
-    from importlib.metadata import version
-
+    """What decides the last bit of a result, where none may depend on chance: hardware, versions, threads."""
+    is_cpu = settings.device == "cpu"
     return {
         "attention_backend": spec.attention_backend,
-        "device": settings.device.split(":")[0],
-        "machine": platform.machine(),
+        "device": f"{platform.machine()}, {len(os.sched_getaffinity(0))} CPUs" if is_cpu else _gpu_names(),
         "torch": version("torch"),
+        "transformers": version("transformers"),
     }
+
+
+def _gpu_names() -> str:
+    """The kinds of GPU in this machine, as the driver names them."""
+    names = set()
+    for path in Path("/proc/driver/nvidia/gpus").glob("*/information"):
+        found = re.search(r"^Model:\s*(.+)$", path.read_text(), re.MULTILINE)
+        names.add(found[1].strip() if found else "unknown")
+    return ", ".join(sorted(names)) or "cuda"
 
 
 def describe_sampling(sampling: SamplingParams) -> str:
