@@ -5,116 +5,44 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from batchjob_kernels import AttnMeta, DeviceLens, cuda_backend, cuda_driver, gather, reference
-from batchjob_kernels.cuda_build import Variant, decode_variant, write_variant
+from batchjob_kernels import AttnMeta, cuda_backend, cuda_driver, gather, reference
+from batchjob_kernels.cuda_build import Variant, write_variant
 
-_spec = importlib.util.spec_from_file_location("cuda_shim_host", Path(__file__).parent / "cuda_shim" / "host.py")
-assert _spec is not None
-assert _spec.loader is not None
-host = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(host)
 
+def _load(name: str) -> ModuleType:
+    """A module of cuda_shim: the tests are no package."""
+    spec = importlib.util.spec_from_file_location(
+        f"cuda_shim_{name}", Path(__file__).parent / "cuda_shim" / f"{name}.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+host, cases = _load("host"), _load("cases")
+Case, Step, TOLERANCE, error_of, make_step = (
+    cases.Case,
+    cases.Step,
+    cases.TOLERANCE,
+    cases.error_of,
+    cases.make_step,
+)
+HALF, BF16, FULL, FP8 = cases.HALF, cases.BF16, cases.FULL, cases.FP8
 ON_DEVICE = os.path.exists("/dev/nvidiactl") and torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_DEVICE else "cpu")
-needs_shim = pytest.mark.skipif(host.GXX is None, reason="no g++")
-HALF, BF16, FULL, FP8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
-# Of a result next to 1: the rounding of the result's own format. Sums are in float32 on both sides.
-TOLERANCE = {HALF: 1e-3, BF16: 8e-3, FULL: 2e-5}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A decode step. Keys and values are what the cache's format can hold, so both sides see the same numbers."""
-
-    dtype: torch.dtype = FULL
-    kv_dtype: torch.dtype = FULL
-    head_dim: int = 64
-    group: int = 1
-    num_kv_heads: int = 2
-    block_size: int = 16
-    lens: tuple[int, ...] = (1, 15, 16, 17, 31, 32, 33, 129)
-    window: int | None = None
-    softcap: float | None = None
-    sinks: bool = False
-    multiprocessors: int = 1  # more of them: more splits
-    padding_rows: int = 0  # rows of length 1 whose block table names the null block only
-    tables: str = "lists"  # "slots": lengths on the device, the block table one of all slots
-    seed: int = 0
-
-    @property
-    def variant(self) -> Variant:
-        return decode_variant(self.dtype, self.kv_dtype, self.head_dim, self.group)
-
-
-@dataclass
-class Step:
-    q: Tensor
-    kv: Tensor
-    cache: Tensor
-    meta: AttnMeta
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def to(self, device: torch.device) -> Step:
-        lens = self.meta.device_lens
-        if lens is not None:
-            lens = DeviceLens(*(getattr(lens, name).to(device) for name in ("query_starts", "kv_lens", "table_rows")))
-        meta = replace(
-            self.meta,
-            block_table=self.meta.block_table.to(device),
-            slots=self.meta.slots.to(device),
-            device_lens=lens,
-            plans={},
-        )
-        sinks = self.options["sinks"]
-        options = {**self.options, "sinks": None if sinks is None else sinks.to(device)}
-        return Step(self.q.to(device), self.kv.to(device), self.cache.to(device), meta, options)
-
-
-def make_step(case: Case) -> tuple[Step, Step]:
-    """The step for the reference (lists) and for the kernels (lists, or lengths on the device)."""
-    generator = torch.Generator().manual_seed(case.seed)
-    lens = [*case.lens, *[1] * case.padding_rows]
-    width = max(-(-length // case.block_size) for length in lens) + 1
-    num_blocks = width * len(case.lens)
-    table = torch.full((len(lens), width), num_blocks, dtype=torch.int32)  # the null block
-    table[: len(case.lens)] = torch.randperm(num_blocks, generator=generator).view(-1, width).int()
-    for row, length in enumerate(case.lens):
-        table[row, -(-length // case.block_size) :] = num_blocks
-    shape = (num_blocks + 1, 2, case.num_kv_heads, case.block_size, case.head_dim)
-    cache = torch.randn(shape, generator=generator).to(case.kv_dtype)
-    num_heads = case.num_kv_heads * case.group
-    q = (2 * torch.randn(len(lens), num_heads, case.head_dim, generator=generator)).to(case.dtype)
-    options = {
-        "scale": case.head_dim**-0.5,
-        "window": case.window,
-        "softcap": case.softcap,
-        "sinks": torch.linspace(-2, 4, num_heads) if case.sinks else None,
-    }
-    last = torch.tensor(lens) - 1
-    slots = table[torch.arange(len(lens)), last // case.block_size] * case.block_size + last % case.block_size
-    kv = torch.zeros(len(lens), 2, case.num_kv_heads, case.head_dim, dtype=case.dtype)
-    meta = AttnMeta([1] * len(lens), lens, table, slots.long(), case.block_size)
-    plain = Step(q.float(), kv.float(), cache.float(), meta, options)
-    if case.tables == "slots":
-        rows = torch.randperm(3 * len(lens), generator=generator)[: len(lens)].int()
-        all_slots = torch.full((3 * len(lens), width + 2), num_blocks, dtype=torch.int32)
-        all_slots[rows.long(), :width] = table
-        starts = torch.arange(len(lens) + 1, dtype=torch.int32)
-        device_lens = DeviceLens(starts, torch.tensor(lens, dtype=torch.int32), rows)
-        # The host's lengths are placeholders in a captured graph.
-        meta = AttnMeta(
-            [1] * len(lens), [1] * len(lens), all_slots, slots.long(), case.block_size, device_lens=device_lens
-        )
-    return plain, Step(q, kv, cache, meta, options)
 
 
 @pytest.fixture(autouse=True)
@@ -152,11 +80,6 @@ def attend(machine: Any, case: Case, step: Step, monkeypatch: pytest.MonkeyPatch
     out = cuda_backend.paged_attention(step.q, step.kv, step.cache, step.meta, **step.options)
     assert out.dtype == case.dtype
     return out.cpu()
-
-
-def error_of(case: Case, expected: Tensor, actual: Tensor) -> float:
-    """Largest difference, relative to the largest number of the same head's output."""
-    return float(((actual.float() - expected).abs() / expected.abs().amax(dim=2, keepdim=True)).max())
 
 
 TYPES = ((FULL, FULL), (HALF, HALF), (BF16, BF16), (HALF, FP8), (BF16, FP8), (FULL, FP8))
@@ -362,105 +285,6 @@ def test_the_other_backend_is_tritons_where_that_is_installed(monkeypatch: pytes
     assert cuda_backend._other_backend() is gather
 
 
-# Mistakes put into the sources on purpose: each must be noticed.
-
-BARRIER = "done with the stage that is filled next.\n        __syncthreads();"
-MISTAKES = {
-    "no barrier in the pipeline": (BARRIER, "done\n"),
-    "no barrier before the stages are reused": ('"it fits");\n    __syncthreads();', '"it fits");'),
-    "no barrier before the warps are merged": (
-        "__syncthreads();\n    for (int index = threadIdx.x",
-        "for (int index = threadIdx.x",
-    ),
-    "no wait for copies": ("async_wait<kStages - 2>();", ""),
-    "waits for one group too few": ("async_wait<kStages - 2>();", "async_wait<kStages - 1>();"),
-    "an empty group is not ended": (
-        "look_up(tile + kStages);\n        }\n        async_commit();",
-        "look_up(tile + kStages);\n        async_commit();\n        }",
-    ),
-    "waits for copies after the barrier": (
-        "async_wait<kStages - 2>();",
-        "__syncthreads(); async_wait<kStages - 2>(); if (false)",
-    ),
-    "fills the stage in use": ("stage == 0 ? kStages - 1 : stage - 1", "stage"),
-    "one key too many": ("cut.end_key = kv_len;", "cut.end_key = kv_len + 1;"),
-    "the last tile left out": ("(kv_len + tile - 1) / tile", "kv_len / tile"),
-    "a bound of the last tile off by one": (
-        "const bool seen = key >= cut.first_key && key < cut.end_key;",
-        "const bool seen = key >= cut.first_key && key <= cut.end_key;",
-    ),
-    "a window of one key more": ("kv_len - window : 0", "kv_len - window - 1 : 0"),
-    "splits are not weighed": (
-        "p.partial[(row * p.num_splits + split) * kHeadDim + d] * kept;",
-        "p.partial[(row * p.num_splits + split) * kHeadDim + d];",
-    ),
-    "the last split left out": ("split < cut.used; ++split) {", "split < cut.used - 1; ++split) {"),
-    "a sink in each split": (
-        "split) * kHeadDim + d] = sum;",
-        "split) * kHeadDim + d] = sum * all.sum * final_factor(all, p.sinks, head);",
-    ),
-    "no rescale of the sums": ("sums[h][i] *= kept_of_head;", "sums[h][i] *= 1.0f;"),
-    "the last keys' largest score is missed": (
-        "far < kLanes; far *= 2) {  // the lanes",
-        "far < kLanes / 2; far *= 2) {  // the lanes",
-    ),
-    "a lane's part of a score is left out": ("} else if constexpr (kFar > 0) {", "} else if constexpr (kFar > 1) {"),
-    "a weight of another lane": ("first_lane + score / kOwn * kSame", "first_lane + score / kOwn"),
-    "some lanes leave before a barrier": (
-        "if (key_of_warp == 0) {\n#pragma unroll",
-        "if (threadIdx.x == 77) return;\n    if (key_of_warp == 0) {\n#pragma unroll",
-    ),
-    "copies past the end of the stages": (
-        "reinterpret_cast<KV*>(shared + stage * kStage) + key_of_tile",
-        "reinterpret_cast<KV*>(shared + (stage + 1) * kStage) + key_of_tile",
-    ),
-    "values read from the keys' place": ("const KV* values = keys + kTile * kHeadDim;", "const KV* values = keys;"),
-    "a table row of another sequence": ("p.table_rows == nullptr ? seq : p.table_rows[seq]", "seq"),
-    "heads of another group": ("(kv_head * p.group + head) * kHeadDim + dim, q[h]", "head * kHeadDim + dim, q[h]"),
-}
-NOT_LONG = (
-    "no barrier in the pipeline",
-    "no barrier before the warps are merged",
-    "no wait for copies",
-    "waits for copies after the barrier",
-    "one key too many",
-    "a bound of the last tile off by one",
-    "splits are not weighed",
-    "some lanes leave before a barrier",
-)
-PROBE = Case(FULL, FULL, 128, 4, lens=(1, 16, 40, 333), window=300, sinks=True, multiprocessors=3, tables="slots")
-
-
-def probe(shim: Any, monkeypatch: pytest.MonkeyPatch) -> float:
-    monkeypatch.setattr(cuda_backend, "driver", shim)
-    plain, step = make_step(PROBE)
-    expected = reference.paged_attention(plain.q, plain.kv, plain.cache, plain.meta, **plain.options)
-    monkeypatch.setattr(shim, "num_multiprocessors", lambda device: PROBE.multiprocessors)
-    shim.readable = step.cache
-    out = cuda_backend.paged_attention(step.q, step.kv, step.cache, step.meta, **step.options)
-    return error_of(PROBE, expected, out)
-
-
-@needs_shim
-@pytest.mark.parametrize(
-    "name", [name if name in NOT_LONG else pytest.param(name, marks=pytest.mark.long) for name in MISTAKES]
-)
-def test_a_mistake_is_noticed(name: str, shim_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shim = host.build(shim_directory / name.replace(" ", "-"), [PROBE.variant], [MISTAKES[name]])
-    try:
-        error = probe(shim, monkeypatch)
-    except host.ShimError:
-        return
-    assert not error < TOLERANCE[FULL]
-
-
-@needs_shim
-def test_without_a_mistake_none_is_noticed(shim_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shim = host.build(shim_directory / "sound", [PROBE.variant])
-    assert probe(shim, monkeypatch) < TOLERANCE[FULL]
-
-
-@needs_shim
 def test_the_structures_are_as_large_on_both_sides(shim: Any) -> None:
     assert shim.library.shim_params_bytes(0) == ctypes.sizeof(cuda_backend.DecodeParams)
     assert shim.library.shim_params_bytes(1) == ctypes.sizeof(cuda_backend.WriteParams)

@@ -241,7 +241,7 @@ extern "C" const char* shim_launch(const char* name, const int* grid, int thread
     const Entry* entry = entries;
     while (entry->name != nullptr && strcmp(entry->name, name) != 0) ++entry;
     if (entry->name == nullptr) return "no such kernel in the library";
-    if (threads % 32 != 0 || static_cast<size_t>(shared_bytes) > kMaxShared) return "a launch that the machine cannot do";
+    if (threads % 32 != 0 || static_cast<size_t>(shared_bytes) > kMaxShared) return "a launch that it cannot do";
     body = entry->kernel;
     parameters = params;
     shim::threads = threads;

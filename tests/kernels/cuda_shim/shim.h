@@ -1,6 +1,6 @@
 // A machine for the kernels' own source on a CPU, made to be unkind: blocks run in random order, and in a block the
-// threads, each on a stack of its own, take turns in random order between barriers and shuffles. Shared memory starts as
-// NaN. An asynchronous copy turns its destination into NaN at once and lands when its thread waits for it. What a
+// threads, each on a stack of its own, take turns in random order between barriers and shuffles. Shared memory starts
+// as NaN. An asynchronous copy turns its destination into NaN at once and lands when its thread waits for it. What a
 // GPU would let pass or hang on (threads at different barriers, copies that nobody waits for, addresses outside of what
 // belongs to the launch) is an error with a name.
 #pragma once

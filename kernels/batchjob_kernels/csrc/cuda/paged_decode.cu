@@ -2,10 +2,10 @@
 //
 // A block takes one KV head of one sequence and a run of tiles, a tile being 8 KiB of keys and as much of values. All
 // query heads of the group use what it reads. Copies run two tiles ahead, in three stages of shared memory. A lane
-// holds eight dimensions of a key, so that a key takes head_dim / 8 lanes, a *set*. A set scores a batch of keys for all
-// of its heads, adds up the lanes' parts such that each lane ends with one of the scores, and turns that one into a
-// weight. It keeps a softmax of its own over its keys (Milakov and Gimelshein, 2018). All softmaxes are merged at the end:
-// sets by shuffles, warps in shared memory, splits by a second kernel (as in Flash-Decoding, Dao et al., 2023).
+// holds eight dimensions of a key, so that a key takes head_dim / 8 lanes, a *set*. A set scores a batch of keys for
+// all of its heads, adds up the lanes' parts such that each lane ends with one of the scores, and turns that one into a
+// weight. It keeps a softmax of its own over its keys (Milakov and Gimelshein, 2018). All softmaxes are merged at the
+// end: sets by shuffles, warps in shared memory, splits by a second kernel (as in Flash-Decoding, Dao et al., 2023).
 #include "numbers.cuh"
 
 constexpr int kThreads = 128, kWarps = kThreads / 32, kStages = 3;
@@ -64,8 +64,8 @@ __device__ __forceinline__ float final_factor(Stats stats, const float* sinks, i
     return own / (stats.sum * own + factor(sink, overall));
 }
 
-// Sums each of the first kCount numbers over the lanes of a set, 2 * kFar of them, and leaves each lane its share of the
-// sums: lane by lane in order, one sum for several lanes if there are fewer of them than lanes.
+// Sums each of the first kCount numbers over the lanes of a set, 2 * kFar of them, and leaves each lane its share of
+// the sums: lane by lane in order, one sum for several lanes if there are fewer of them than lanes.
 template <int kCount, int kFar, int kNumbers>
 __device__ __forceinline__ void reduce_scatter(float (&numbers)[kNumbers], int lane) {
     if constexpr (kFar > 0 && kCount > 1) {
@@ -155,7 +155,8 @@ __device__ __forceinline__ void decode(const DecodeParams& p) {
             const int key_of_tile = i * kKeysPerPass + copy_key, key = tile * kTile + key_of_tile;
             const bool live = blocks[i] >= 0;
             const long long tile_row = (2ll * (live ? blocks[i] : 0) * p.num_kv_heads + kv_head) << p.block_shift;
-            const KV* from = static_cast<const KV*>(p.cache) + (tile_row + (key & (block_size - 1))) * kHeadDim + copy_dim;
+            const long long row = tile_row + (key & (block_size - 1));
+            const KV* from = static_cast<const KV*>(p.cache) + row * kHeadDim + copy_dim;
             KV* to = reinterpret_cast<KV*>(shared + stage * kStage) + key_of_tile * kHeadDim + copy_dim;
             async_copy_16(to, from, live);
             async_copy_16(to + kTile * kHeadDim, from + to_values, live);
