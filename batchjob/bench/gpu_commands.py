@@ -1,11 +1,10 @@
-"""Parts of `gpu_check` that start processes: the kernels' tests, a job that is killed and resumed, the start-up."""
+"""Parts of `gpu_check` that start the program itself: a job that is killed and resumed, and the start-up."""
 
 from __future__ import annotations
 
 import collections
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,82 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from batchjob.bench.gpu_task import ROOT, Report, Task
+from batchjob.bench.gpu_task import Report, Task, environment
 
-_OUTCOME = re.compile(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", re.MULTILINE)
-_COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped|xfailed)")
 _START = "import json, sys; from batchjob.bench.gpu_commands import start_up; start_up(json.loads(sys.argv[1]))"
-
-
-def environment(**more: str) -> dict[str, str]:
-    """Of a new Python process that finds this project, installed or not."""
-    path = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **more}
-
-
-# -- tests
-
-
-def kernel_tests(task: Task, report: Report) -> None:
-    """Every kernel test, one process per file: after a CUDA error the others still run. Options: `files` (a pattern),
-    `select` (pytest's -k).
-
-    Works with pytest alone; the project's own settings ask for a plugin, and its conftest for more packages.
-    """
-    directory = ROOT / "tests" / "kernels"
-    files = sorted(directory.glob(task.options.get("files", "test_*.py")))
-    first = [path for path in files if "triton" in path.name or "ops" in path.name]
-    for path in [*first, *(path for path in files if path not in first)]:
-        if report.seconds_left < 5:
-            report.add(**{path.name: {"skipped": "no time left"}})
-            continue
-        result = _run_tests(path, task, report)
-        report.add(**{path.name: result})
-        if result["exit_code"] not in (0, 5):  # 5: nothing was selected
-            errors = {**report.values.get("errors", {}), path.name: _problem(result)}
-            report.add(errors=errors)
-
-
-def _problem(result: dict[str, Any]) -> str:
-    if result["exit_code"] is None:
-        return "cut off for lack of time"
-    failed = result.get("failed_tests", [])
-    return f"exit code {result['exit_code']}, failed: {', '.join(failed[:3])}" + (", ..." if len(failed) > 3 else "")
-
-
-def _run_tests(path: Path, task: Task, report: Report) -> dict[str, Any]:
-    command = [sys.executable, "-m", "pytest", str(path), "-v", "--tb=line", "-s"]
-    command += ["-p", "no:cacheprovider", "-m", "not long", f"--confcutdir={path.parent}"]
-    command += ["-o", "addopts=--import-mode=importlib", "-o", "filterwarnings="]
-    if "select" in task.options:
-        command += ["-k", task.options["select"]]
-    started = time.monotonic()
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environment())
-        try:
-            code: int | None = process.wait(max(1.0, report.seconds_left - 2))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            code = None
-        output.seek(0)
-        text = output.read()
-    print(text, flush=True)
-    outcomes = _OUTCOME.findall(text)
-    counts = {name: int(number) for number, name in _COUNT.findall(text.rstrip().rpartition("\n")[2])}
-    counts = counts or collections.Counter(outcome.lower() for _, outcome in outcomes)  # where it was cut off
-    result: dict[str, Any] = {"seconds": time.monotonic() - started, "exit_code": code, **counts}
-    failed = [name.split("::", 1)[1] for name, outcome in outcomes if outcome in ("FAILED", "ERROR")]
-    if failed:
-        result["failed_tests"] = failed[:40]
-    if code is None:
-        result["note"] = "cut off for lack of time"
-    if failed or code not in (0, 5, None):
-        result["tail"] = text[-3000:]
-    summary = text.partition("largest relative error per kernel and type")[2]
-    if summary:
-        result["errors_by_kernel"] = [line for line in summary.splitlines() if re.search(r"\d cases$", line)]
-    return result
 
 
 # -- kill and resume

@@ -14,6 +14,7 @@ from batchjob.bench.gpu_shapes import SHAPES, Shape, build
 from batchjob.bench.gpu_task import ROOT, Report, Task
 from batchjob.bench.workload import NoText, Row, add_rows, difference, length_rows, published_rows
 from batchjob.engine import Engine, EngineConfig
+from batchjob.errors import EngineError
 
 TEMPERATURE = 0.6  # as in the published workload
 _WARM_UP_TOKENS = 64
@@ -48,7 +49,13 @@ def measure(task: Task, report: Report) -> None:
     config = make_config(task, [row for rows in workloads.values() for row in rows])
     report.add(config={name: value for name, value in asdict(config).items() if value is not None})
     started = time.perf_counter()
-    runner = TorchRunner(lambda: model_of(task, shape), config)
+    try:
+        runner = TorchRunner(lambda: model_of(task, shape), config)
+    except EngineError as error:
+        if "attention_backend" not in task.settings:
+            raise
+        report.add(engine=f"refused: {error}")  # this device or this model is not for that backend: a finding
+        return
     engine = Engine(runner, NoText(), config)
     report.add(start=_describe_start(runner, engine, time.perf_counter() - started))
     report.add(warm_up_seconds=warm_up(engine, workloads[names[0]], largest_id=shape.vocab_size - 1))

@@ -43,8 +43,8 @@ def parts_for(shapes: Sequence[str], best: dict[str, Any], *, tiny: bool, on_cpu
         parts.append(Part(f"attention, {backend}", "gpu_kernels:attention", share, 8, {}, options))
     parts.append(Part("other kernels", "gpu_kernels:others", 0.08, 8, {}, {"shape": shapes[-1]}))
     tests = {"files": "test_attention.py", "select": "decode"} if tiny else {}
-    parts.append(Part("kernel tests", "gpu_commands:kernel_tests", 0.3, 15, {}, tests))
-    rows = {"rows": 48, "max_tokens": 16} if tiny else {"rows": 400, "max_tokens": 400}
+    parts.append(Part("kernel tests", "gpu_tests:kernel_tests", 0.3, 15, {}, tests))
+    rows = {"rows": 48, "max_tokens": 16} if tiny else {"rows": 240, "max_tokens": 200}
     parts.append(Part("kill and resume", "gpu_commands:kill_and_resume", 0.2, 25, {}, rows))
     parts.append(Part("start", "gpu_commands:starts", 0.25, 20, best, {"shape": first}))
     return parts + _factors(first, best, on_cpu=on_cpu)

@@ -17,7 +17,7 @@ from batchjob.engine import Engine
 _STEPS = 24
 # Parts of kernels' names, in the order in which they are looked for.
 _KINDS = {
-    "attention": ("attention", "merge_kernel", "paged", "flash", "fmha", "write_kv"),
+    "attention": ("attention", "merge_kernel", "batchjob_", "paged", "flash", "fmha", "write_kv"),
     "sampling": (
         "groups_kernel",
         "bounds_kernel",

@@ -82,7 +82,7 @@ def _facts(entry: dict[str, Any]) -> list[str]:
         start = entry["start"]
         graphs = entry.get("graphs", {})
         facts.append(
-            f"{start.get('backend')}, fused {_plain(start.get('fused'))}, load {start['seconds']:.1f} s, "
+            f"{start.get('backend')}, fused {_plain(start.get('fused')) or 'nothing'}, load {start['seconds']:.1f} s, "
             f"warm-up {entry.get('warm_up_seconds', 0):.1f} s, {graphs.get('captured', 0)} graphs"
             + (f" (refused: {graphs['refused']})" if graphs.get("refused") else "")
         )
@@ -101,12 +101,12 @@ def _facts(entry: dict[str, Any]) -> list[str]:
             facts += [f"{name}, {label}: {_kernel(inner)}" for label, inner in value.items()]
         elif isinstance(value, dict) and "us" in value:
             facts.append(f"{name}: {_kernel(value)}")
-        elif isinstance(value, dict) and "exit_code" in value:
-            facts.append(f"{name}: {_plain({k: v for k, v in value.items() if isinstance(v, int | float)})}")
         elif isinstance(value, dict) and "steady" in value:
             facts.append(f"{name}: " + ", ".join(f"{point} {seconds:.1f} s" for point, seconds in value.items()))
         elif isinstance(value, str) and value.startswith("refused"):
             facts.append(f"{name}: {value}")
+    if "tests" in entry:
+        facts.append(f"of {entry['collected']} tests " + _plain(entry["tests"]))
     if "rows_when_killed" in entry:
         facts.append(f"killed after {entry['rows_when_killed']} rows; {entry.get('rows', '?')} rows once after it"
                      if not entry.get("not_once") else "rows were lost or doubled")  # fmt: skip

@@ -42,7 +42,7 @@ class Task:
     def torch_device(self) -> torch.device:
         import torch
 
-        return torch.device(self.device)
+        return torch.device("cuda:0" if self.device == "cuda" else self.device)
 
     @property
     def dtype_name(self) -> str:
@@ -117,3 +117,9 @@ def run_task(task: Task) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a new Python process that finds this project, installed or not."""
+    path = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **more}

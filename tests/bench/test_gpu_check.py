@@ -131,6 +131,78 @@ def test_a_factor_that_the_best_configuration_has_is_not_run_twice() -> None:
     assert factors["fuse off"] == {"decode_steps_per_launch": 4, "fuse": False}
 
 
+@pytest.fixture
+def engine_task(tmp_path: Path) -> Any:
+    """`engine_task(seconds, **settings)`: a task on the CPU with tiny models, and its report."""
+    from batchjob.bench.gpu_task import Report, Task
+
+    def make(seconds: float, **settings: Any) -> tuple[Task, Report]:
+        path = tmp_path / "part.json"
+        task = Task(
+            function="",
+            deadline=time.monotonic() + seconds,
+            result_path=str(path),
+            log_path="",
+            device="cpu",
+            tiny=True,
+            limits=Limits(1e9, 1e9),
+            settings=settings,
+            options={"shape": "Qwen3-0.6B"},
+        )
+        return task, Report(path, task.deadline)
+
+    return make
+
+
+def test_a_workload_without_enough_time_is_cut_off_and_says_so(engine_task: Any) -> None:
+    pytest.importorskip("torch")
+    from batchjob.bench import gpu_engine
+    from batchjob.bench.workload import NoText, Row
+    from batchjob.engine import Engine
+    from batchjob.engine.runner import TorchRunner
+
+    task, report = engine_task(1000.0, async_scheduling=True, num_threads=1)
+    shape = gpu_engine.shape_of(task)
+    rows = [Row([5 + i, 6, 7], 1500) for i in range(4)]
+    config = gpu_engine.make_config(task, rows)
+    engine = Engine(TorchRunner(lambda: gpu_engine.model_of(task, shape), config), NoText(), config)
+    report.deadline = time.monotonic() + 1.8
+    result = gpu_engine.run_rows(engine, rows, task, report, shape)
+    assert not result["whole"]
+    assert "cut off" in result["note"]
+    assert "fraction_of_bound" not in result
+    assert 0 < result["output_tokens"] < 6000
+    assert not engine.has_unfinished()
+    report.deadline = time.monotonic() + 1000
+    rows = gpu_engine.workload("published", tiny=True)
+    result = gpu_engine.run_rows(engine, rows, task, report, shape)  # what was cut off does not get in its way
+    assert result["whole"]
+    assert result["output_tokens"] == sum(row.max_tokens for row in rows)
+    assert result["fraction_of_bound"] == pytest.approx(result["bound_seconds"] / result["seconds"])
+
+
+def test_a_backend_that_refuses_is_a_finding_and_no_failure(engine_task: Any) -> None:
+    pytest.importorskip("torch")
+    from batchjob.bench import gpu_engine
+
+    task, report = engine_task(1000.0, attention_backend="flash", block_size=256)
+    gpu_engine.measure(task, report)
+    assert "CUDA" in report.values["engine"]
+    assert "published" not in report.values
+
+
+def test_kernels_get_their_kind_by_name() -> None:
+    pytest.importorskip("torch")
+    from batchjob.bench.gpu_profile import kind_of
+
+    assert kind_of("attention_kernel") == kind_of("flash_fwd_splitkv_kernel") == "attention"
+    assert kind_of("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT") == kind_of("cutlass::Kernel2<sm80_gemm>") == "linear"
+    assert kind_of("groups_kernel") == kind_of("draw_kernel") == "sampling"
+    assert kind_of("rms_norm_kernel") == kind_of("rotary_write_kernel") == "norms, rotary, activation"
+    assert kind_of("Memcpy HtoD (Pinned -> Device)") == "copies"
+    assert kind_of("void at::native::index_kernel") == "other"
+
+
 # -- parts that go wrong
 
 
@@ -359,14 +431,13 @@ def _with_triton() -> None:
 @pytest.mark.usefixtures("_with_triton")
 def test_the_whole_rehearsal(tmp_path: Path) -> None:
     parts = parts_for(list(SHAPES), {}, tiny=True, on_cpu=True)
-    refused = {"cuda", "flash"}
-    skipped = ",".join(f"Qwen3-0.6B, {name}" for name in refused)
-    found, printed = rehearse(tmp_path, "--seconds", "1500", "--skip", skipped)
-    expected = {part.name for part in parts} - {f"Qwen3-0.6B, {name}" for name in refused}
-    assert set(found) == expected
+    found, printed = rehearse(tmp_path, "--seconds", "1500")
+    assert set(found) == {part.name for part in parts}
     assert {entry["status"] for entry in found.values()} == {"ok"}
     assert found["smoke"]["engine"] == "6 rows have the tokens of the CPU"
     assert found["best/Qwen3-8B"]["published"]["fraction_of_bound"] > 0
+    assert found["kernel tests"]["tests"]["passed"] > 10
+    assert "refused" in found["Qwen3-0.6B, flash"]["engine"]
     rows = 48
     assert found["kill and resume"]["rows"] == rows
     assert 0 < found["kill and resume"]["rows_when_killed"] < rows
