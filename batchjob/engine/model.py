@@ -134,7 +134,7 @@ def prepare_model(
         raise UnsupportedModelError(
             f"{name} gives {problem}: some part of it mixes tokens outside of its attention function"
         )
-    fused = fuse(module, calls, packed, **({} if ops is None else {"ops": ops})) if use_fused else {}
+    fused = fuse(module, calls, packed, ops=ops) if use_fused else {}
     if fused and not _still_equal(expected, packed):
         return None
     return LoadedModel(module, shapes, expected[0].shape[1], name, backend, fused)
