@@ -51,6 +51,8 @@ class Group:
             raise EngineError("this process is a member of a torch.distributed group; --tensor-parallel makes its own")
         self.rank, self.size, self.device, self.send = rank, size, device, send
         is_gpu = device.type == "cuda"
+        # PyTorch numbers its groups, and counts those that failed here; ranks find each other under a number.
+        dist.distributed_c10d._world.group_count = 0
         with self.environment():
             dist.init_process_group(
                 "nccl" if is_gpu else "gloo",

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 import torch
 
-from batchjob.engine import Engine, EngineConfig
+from batchjob.engine import Engine, EngineConfig, parallel
 from batchjob.engine.parallel import ParallelRunner
 from batchjob.engine.runner import TorchRunner
 from batchjob.errors import EngineError, UnsupportedModelError
@@ -146,6 +148,101 @@ def test_a_process_that_is_killed_is_an_error(models: dict[str, Path]) -> None:
     finally:
         engine.close()
     assert children() == before
+
+
+def follower_with(change: str) -> tuple[str, ...]:
+    """The command of a follower in which something is different."""
+    code = f"from batchjob.engine import parallel_follower, parallel_group, runner\n{change}\nparallel_follower.main()"
+    return sys.executable, "-c", code
+
+
+def test_a_process_that_ends_before_all_have_joined_is_an_error(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = children()
+    change = "import os\nparallel_group.Group.__init__ = lambda *args: os._exit(7)"
+    monkeypatch.setattr(parallel, "FOLLOWER", follower_with(change))
+    with pytest.raises(EngineError, match="process 2 of 2 that the model is split over: ended by exit code 7"):
+        ParallelRunner(models["llama"], config_of(tensor_parallel=2))
+    assert children() == before
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.long
+def test_an_error_of_another_process_ends_the_step(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory there is out of memory here, and nobody tries again alone."""
+    change = """
+import torch
+def fail(self, inputs):
+    def forward(): raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+    parallel_group.one_try(forward)()
+runner.TorchRunner.follow = fail"""
+    monkeypatch.setattr(parallel, "FOLLOWER", follower_with(change))
+    engine = split(models["llama"])
+    try:
+        with pytest.raises(EngineError, match="process 2 of 2 that the model is split over: out of memory"):
+            completions(engine, make_requests())
+    finally:
+        engine.close()
+
+
+@pytest.mark.long
+def test_no_process_outlives_the_first(models: dict[str, Path]) -> None:
+    code = f"""
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import test_parallel
+engine = test_parallel.split(Path({str(models["llama"])!r}))
+print(*test_parallel.children(), flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        followers = [int(pid) for pid in first.stdout.readline().split()]
+        assert len(followers) == 1
+        first.kill()
+        deadline = time.monotonic() + 1
+        while any(is_alive(pid) for pid in followers):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.long
+def test_a_job_on_the_command_line(tiny_llama: Path, tmp_path: Path) -> None:
+    """The rows of a job with two processes are those of a job with one."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "the number {number} and"}}\n' for number in range(12)))
+    outputs = []
+    for size in (1, 2):
+        out = tmp_path / f"out{size}"
+        command = [
+            sys.executable,
+            "-m",
+            "batchjob",
+            "run",
+            "--input",
+            str(rows),
+            "--model",
+            str(tiny_llama),
+            "--output",
+            str(out),
+        ]
+        command += ["--device", "cpu", "--max-tokens", "12", "--temperature", "1", "--tensor-parallel", str(size)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        assert ("on 2 processes" in done.stdout + done.stderr) == (size == 2)
+        tables = [pyarrow.parquet.read_table(part) for part in sorted((out / "data").glob("*.parquet"))]
+        outputs.append([row["output"] for table in tables for row in table.to_pylist()])
+    assert len(outputs[0]) == 12
+    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.long
