@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from batchjob.bench.gpu_engine import shape_of
-from batchjob.bench.gpu_shapes import Shape
-from batchjob.bench.gpu_smoke import (
+from batchjob.bench.gpu_inputs import (
     SAMPLERS,
     block_size_for,
     make_sampler,
@@ -21,6 +20,7 @@ from batchjob.bench.gpu_smoke import (
     requirements,
     step_meta,
 )
+from batchjob.bench.gpu_shapes import Shape
 from batchjob.bench.gpu_task import Report, Task
 from batchjob.bench.gpu_timing import seconds_per_call
 from batchjob_kernels.select import backend

@@ -44,7 +44,7 @@ def generate_batch(task: Task, report: Report) -> None:
     rows = workload(task.options["workload"], tiny=task.tiny)
     model = _model(task)
     result = _continuous(model, rows, task.settings, report, task)
-    report.add(settings=task.settings, attention=_attention_name(model), **result)
+    report.add(attention=_attention_name(model), **{task.options["workload"]: result})
 
 
 def _continuous(model: Any, rows: list[Row], settings: dict[str, Any], report: Report, task: Task) -> dict[str, Any]:
@@ -127,16 +127,19 @@ def generate(task: Task, report: Report) -> None:
         num_done += len(batch)
         whole = made >= max(row.max_tokens for row in batch)
         seconds = time.perf_counter() - started
-        report.add(
-            batch_size=size,
-            rows=num_done,
-            whole=whole and num_done == len(rows),
-            seconds=seconds,
-            output_tokens=num_tokens,
-            output_tok_s=num_tokens / seconds,
-        )
-        if not whole or report.seconds_left < 5:
-            report.add(note="cut off for lack of time; the rate is that of the part that ran")
+        is_last = not whole or report.seconds_left < 5
+        result: dict[str, Any] = {
+            "batch_size": size,
+            "rows": num_done,
+            "whole": whole and num_done == len(rows),
+            "seconds": seconds,
+            "output_tokens": num_tokens,
+            "output_tok_s": num_tokens / seconds,
+        }
+        if is_last and not result["whole"]:
+            result["note"] = "cut off for lack of time; the rate is that of the part that ran"
+        report.add(attention=_attention_name(model), **{task.options["workload"]: result})
+        if is_last:
             break
 
 

@@ -54,9 +54,6 @@ def _rows(entry: dict[str, Any]) -> list[Row]:
         for name, value in entry.items()
         if isinstance(value, dict) and "output_tok_s" in value
     ]
-    if "output_tok_s" in entry:
-        remark = ", ".join(filter(None, (_plain(entry.get("settings")), entry.get("note"))))
-        rows.append((_rate(entry["seconds"], 1), _rate(entry["output_tok_s"]), "", remark))
     more = _facts(entry)
     if entry["status"] != "ok":
         reason = (
@@ -78,6 +75,12 @@ def _remark(name: str, value: dict[str, Any]) -> str:
 
 def _facts(entry: dict[str, Any]) -> list[str]:
     facts = []
+    checks = [name for name, value in entry.items() if name.startswith("kernel ") and isinstance(value, str)]
+    if checks:
+        refused = sum(entry[name].startswith("refused") for name in checks)
+        facts.append(
+            f"{len(checks) - refused} kernel checks passed, {refused} refused; engine: {entry.get('engine', 'failed')}"
+        )
     if "start" in entry:
         start = entry["start"]
         graphs = entry.get("graphs", {})
@@ -96,30 +99,28 @@ def _facts(entry: dict[str, Any]) -> list[str]:
         if (
             isinstance(value, dict)
             and value
-            and all(isinstance(inner, dict) and "us" in inner for inner in value.values())
+            and any(isinstance(inner, dict) and "us" in inner for inner in value.values())
         ):
             facts += [f"{name}, {label}: {_kernel(inner)}" for label, inner in value.items()]
         elif isinstance(value, dict) and "us" in value:
             facts.append(f"{name}: {_kernel(value)}")
         elif isinstance(value, dict) and "steady" in value:
             facts.append(f"{name}: " + ", ".join(f"{point} {seconds:.1f} s" for point, seconds in value.items()))
-        elif isinstance(value, str) and value.startswith("refused"):
+        elif isinstance(value, str) and value.startswith("refused") and not name.startswith("kernel "):
             facts.append(f"{name}: {value}")
+    if "attention" in entry:
+        facts.append(f"attention by {entry['attention']}, {_plain(entry.get('settings')) or 'its own settings'}")
     if "tests" in entry:
         facts.append(f"of {entry['collected']} tests " + _plain(entry["tests"]))
     if "rows_when_killed" in entry:
         facts.append(f"killed after {entry['rows_when_killed']} rows; {entry.get('rows', '?')} rows once after it"
                      if not entry.get("not_once") else "rows were lost or doubled")  # fmt: skip
-    checks = [name for name, value in entry.items() if name.startswith("kernel ") and isinstance(value, str)]
-    if checks:
-        refused = sum(entry[name].startswith("refused") for name in checks)
-        facts.append(
-            f"{len(checks) - refused} kernel checks passed, {refused} refused; engine: {entry.get('engine', 'failed')}"
-        )
     return facts
 
 
-def _kernel(value: dict[str, Any]) -> str:
+def _kernel(value: dict[str, Any] | str) -> str:
+    if isinstance(value, str):  # why it failed
+        return value
     parts = [f"{value['us']:,.1f} us"]
     parts += [f"{value[key]:,.0f} {unit}" for key, unit in (("kv_gb_s", "GB/s"), ("gb_s", "GB/s")) if key in value]
     if "tflop_s" in value:
@@ -136,7 +137,7 @@ def _ratios(parts: dict[str, dict[str, Any]]) -> list[tuple[str, str, str, str, 
     for name, entry in parts.items():
         kind, _, shape = name.partition("/")
         ours = parts.get(f"best/{shape}", {}).get("published", {}).get("output_tok_s")
-        theirs = entry.get("output_tok_s")
+        theirs = entry.get("published", {}).get("output_tok_s")
         if kind in ("generate_batch", "generate") and ours and theirs:
             rows.append((f"best to {name}", "", f"{ours / theirs:.2f} x", "", ""))
     return rows

@@ -349,7 +349,11 @@ def test_the_table_names_what_was_reached_and_what_was_not() -> None:
                 "limits": {"flops": 7e14, "bytes_per_second": 4.2e12, "dtype": "bfloat16"},
             },
             "best/Qwen3-0.6B": {"status": "ok", "seconds": 20.0, "published": published},
-            "generate_batch/Qwen3-0.6B": {"status": "ok", "seconds": 12.0, "output_tok_s": 10_000.0},
+            "generate_batch/Qwen3-0.6B": {
+                "status": "ok",
+                "seconds": 12.0,
+                "published": {"output_tok_s": 10_000.0, "seconds": 13.4},
+            },
             "attention, triton": {"status": "ok", "triton": {"decode 8 x 8192": {"us": 80.0, "of_copy": 0.81}}},
             "start": {"status": "skipped", "reason": "3 s left, 20 needed"},
         }
