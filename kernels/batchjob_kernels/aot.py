@@ -52,7 +52,7 @@ class Row:
 
 def cases() -> list[AotCase]:
     """Of all modules of kernels."""
-    found = []
+    found: list[AotCase] = []
     for module in pkgutil.iter_modules(triton_kernels.__path__):
         found += getattr(importlib.import_module(f"{triton_kernels.__name__}.{module.name}"), "AOT", [])
     return found

@@ -83,6 +83,8 @@ def paged_attention(
 
     if scale <= 0:
         raise ValueError(f"scale must be positive, not {scale}")
+    if not len(q):
+        return torch.empty_like(q)
     if not q[0].is_contiguous():
         q = q.contiguous()
     num_tokens, num_heads, head_dim = q.shape

@@ -428,3 +428,12 @@ def test_a_scale_that_is_not_positive_is_refused() -> None:
     case = Case([1], [1])
     with pytest.raises(ValueError, match="scale must be positive"):
         backend.paged_attention(case.q, None, case.cache, case.meta, scale=0.0)
+
+
+def test_a_step_without_tokens_is_no_error() -> None:
+    case = Case([1], [1])
+    meta = replace(
+        case.meta, query_lens=[], kv_lens=[], slots=case.meta.slots[:0], block_table=case.meta.block_table[:0]
+    )
+    backend.write_kv(case.kv[:0], case.cache, meta)
+    assert backend.paged_attention(case.q[:0], None, case.cache, meta, scale=1.0).shape == (0, 4, 16)
