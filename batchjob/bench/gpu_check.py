@@ -23,7 +23,7 @@ from typing import Any
 
 from batchjob.bench.gpu_parts import SMOKE, Part, parts_for
 from batchjob.bench.gpu_report import headline, table
-from batchjob.bench.gpu_task import ROOT, Task, run_task, write_json
+from batchjob.bench.gpu_task import ROOT, Task, describe, run_task, write_json
 from batchjob.bench.limits import Limits
 
 SHAPE_NAMES = ("Qwen3-0.6B", "Qwen3-8B", "Llama-3.1-8B")
@@ -64,6 +64,9 @@ class Check:
                 self._context = multiprocessing.get_context("spawn")
                 self.document["interpreters"] = "new ones"
                 entry = self._run(part, part.settings)
+                if entry.get("no_gpu"):
+                    print(headline(part.name, entry), flush=True)
+                    return
             for settings in part.retries:
                 if entry["status"] in ("ok", "errors", "skipped") or "published" in entry:
                     break
@@ -97,8 +100,12 @@ class Check:
         )
         started = time.monotonic()
         process = self._context.Process(target=run_task, args=(task,))
-        process.start()
-        process.join(seconds + _GRACE)
+        try:
+            process.start()
+        except (OSError, EOFError) as error:  # the process that others are forked from has died
+            self._context = multiprocessing.get_context("spawn")
+            return self._save(part, {"status": "failed", "error": describe(error)})
+        process.join(max(0.0, task.deadline + _GRACE - time.monotonic()))
         timed_out = process.is_alive()
         _end(process)
         entry: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
@@ -171,7 +178,8 @@ def main(arguments: list[str] | None = None) -> int:
         check.run(parts)
     print()
     print(table(check.document))
-    return int(any(_is_bad(check.document["parts"][part.name]) for part in parts))
+    entries = [check.document["parts"].get(part.name) for part in parts]
+    return int(any(entry is None or _is_bad(entry) for entry in entries))
 
 
 def _is_bad(entry: dict[str, Any]) -> bool:

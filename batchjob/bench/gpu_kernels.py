@@ -82,7 +82,8 @@ class _Attention:
 
     def _measure(self, query_lens: list[int], kv_lens: list[int]) -> dict[str, Any]:
         shape, needed = self._shape, sum(-(-length // self._block_size) for length in kv_lens)
-        turns = 1 if self._device.type == "cpu" else min(_MAX_TURNS, max(1, self._num_blocks // needed))
+        most = 1 if self._device.type == "cpu" else _MAX_TURNS if max(query_lens) == 1 else 4
+        turns = min(most, max(1, self._num_blocks // needed))
         q = torch.randn(sum(query_lens), shape.num_heads, shape.head_dim, device=self._device).to(self._cache.dtype)
         calls = []
         for turn in range(turns):

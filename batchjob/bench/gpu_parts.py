@@ -42,7 +42,7 @@ def parts_for(shapes: Sequence[str], best: dict[str, Any], *, tiny: bool, on_cpu
         share = 0.15 if backend == "triton" else 0.07
         parts.append(Part(f"attention, {backend}", "gpu_kernels:attention", share, 8, {}, options))
     parts.append(Part("other kernels", "gpu_kernels:others", 0.08, 8, {}, {"shape": shapes[-1]}))
-    tests = {"files": "test_attention.py", "select": "decode"} if tiny else {}
+    tests = {"files": "test_attention.py", "select": "gather and decode"} if tiny else {}
     parts.append(Part("kernel tests", "gpu_tests:kernel_tests", 0.3, 15, {}, tests))
     rows = {"rows": 48, "max_tokens": 16} if tiny else {"rows": 240, "max_tokens": 200}
     parts.append(Part("kill and resume", "gpu_commands:kill_and_resume", 0.2, 25, {}, rows))

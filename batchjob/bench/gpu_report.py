@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+_VERSIONS = ("python", "cuda", "torch", "triton", "transformers")
+
 
 def table(document: dict[str, Any]) -> str:
     """A short table of everything, last of all."""
@@ -12,7 +14,9 @@ def table(document: dict[str, Any]) -> str:
     lines = []
     if "device" in smoke:
         device, versions = smoke["device"], smoke.get("versions", {})
-        lines.append(f"{device['name']}; " + ", ".join(f"{name} {value}" for name, value in versions.items()))
+        shown = ", ".join(f"{name} {versions[name]}" for name in _VERSIONS if name in versions)
+        missing = [name for name, version in versions.items() if version == "missing"]
+        lines.append(f"{device['name']}; {shown}" + (f"; missing: {', '.join(missing)}" if missing else ""))
     if "limits" in smoke:
         limits = smoke["limits"]
         lines.append(

@@ -28,11 +28,17 @@ from batchjob.engine import Engine, EngineConfig
 from batchjob_kernels import reference, reference_ops
 from batchjob_kernels.select import BACKENDS, backend
 
+_PACKAGES = (
+    "torch triton transformers numpy tokenizers safetensors pyarrow zstandard click jinja2 accelerate pytest".split()
+)
 # Largest difference that is still called equal, as a share of the largest expected number.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 
 
 def smoke(task: Task, report: Report) -> None:
+    if task.device != "cpu" and not torch.cuda.is_available():
+        report.add(no_gpu=True)
+        raise RuntimeError("PyTorch sees no GPU; to rehearse without one: --device cpu --tiny")
     report.attempt("device", lambda: _device(task))
     report.attempt("versions", _versions)
     report.attempt("limits", lambda: _limits(task))
@@ -61,7 +67,7 @@ def _versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     found = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
-    for name in ("torch", "triton", "transformers", "numpy", "pyarrow", "accelerate", "pytest", "hypothesis"):
+    for name in _PACKAGES:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

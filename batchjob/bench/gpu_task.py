@@ -36,7 +36,6 @@ class Task:
     limits: Limits | None = None
     settings: dict[str, Any] = field(default_factory=dict)  # of the engine, beside the defaults
     options: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def torch_device(self) -> torch.device:
@@ -99,7 +98,6 @@ def run_task(task: Task) -> None:
     log = os.open(task.log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ.update(task.environment)
     report = Report(task.result_path, task.deadline)
     code = 0
     try:

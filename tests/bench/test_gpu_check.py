@@ -203,6 +203,14 @@ def test_kernels_get_their_kind_by_name() -> None:
     assert kind_of("void at::native::index_kernel") == "other"
 
 
+def test_outcomes_of_tests_are_counted_also_where_they_were_cut_off() -> None:
+    from batchjob.bench.gpu_tests import _summary
+
+    whole = "tests/a.py::b PASSED\n== short test summary info ==\n=== 2 failed, 3 passed, 1 error in 4.5s ===\n"
+    part = "tests/a.py::b[1] PASSED\ntests/a.py::b[2] FAILED\ntests/a.py::b[3] SKIPPED (no)\ntests/a.py::b[4] "
+    assert _summary([whole, part]) == {"failed": 3, "passed": 4, "error": 1, "skipped": 1}
+
+
 # -- parts that go wrong
 
 
