@@ -52,12 +52,9 @@ def _run(setup: Setup, messages: queue.SimpleQueue[Any], reports: IO[bytes]) -> 
     from batchjob.engine.runner import TorchRunner
 
     config = setup.config
-    device = torch.device(config.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     pickle.dump(Report(), reports)
     reports.flush()
-    group = Group(setup.rank, config.tensor_parallel, device, setup.meeting)
+    group = Group(setup.rank, config.tensor_parallel, torch.device(config.device), setup.meeting)
     with group.environment():
         runner = TorchRunner(setup.source, config, group)
     while (inputs := messages.get()) is not None:

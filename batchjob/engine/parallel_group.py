@@ -51,6 +51,8 @@ class Group:
             raise EngineError("this process is a member of a torch.distributed group; --tensor-parallel makes its own")
         self.rank, self.size, self.device, self.send = rank, size, device, send
         is_gpu = device.type == "cuda"
+        if is_gpu:
+            torch.cuda.set_device(device)
         # PyTorch numbers its groups, and counts those that failed here; ranks find each other under a number.
         dist.distributed_c10d._world.group_count = 0
         with self.environment():
@@ -65,9 +67,9 @@ class Group:
 
     @contextmanager
     def environment(self) -> Iterator[None]:
-        """Variables while groups are made and the model is loaded: gloo listens where it is told to, and Transformers
-        takes the device's index from LOCAL_RANK."""
-        values = {"LOCAL_RANK": str(self.device.index or 0)}
+        """Variables while groups are made and the model is loaded: gloo listens where it is told to, NCCL leaves it to
+        us to end what waits for a rank that is gone, and Transformers takes the device's index from LOCAL_RANK."""
+        values = {"LOCAL_RANK": str(self.device.index or 0), "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
         if Path("/sys/class/net/lo").exists():
             values["GLOO_SOCKET_IFNAME"] = "lo"
         before = {name: os.environ.get(name) for name in values}

@@ -269,3 +269,8 @@ def test_what_cannot_be_split_is_refused_before_anything_starts(
     with pytest.raises(UnsupportedModelError, match=message):
         ParallelRunner(path, config_of(tensor_parallel=size))
     assert children() == before
+
+
+def test_gpus_that_are_not_there_are_an_error(models: dict[str, Path]) -> None:
+    with pytest.raises(EngineError, match="--tensor-parallel 2 from cuda:1 on needs 3 GPUs, and PyTorch sees 0"):
+        ParallelRunner(models["llama"], config_of(tensor_parallel=2, device="cuda:1"))
