@@ -43,18 +43,17 @@ def generate_batch(task: Task, report: Report) -> None:
     """
     rows = workload(task.options["workload"], tiny=task.tiny)
     model = _model(task)
-    result = _continuous(model, rows, task.settings, report, task)
-    report.add(attention=_attention_name(model), **{task.options["workload"]: result})
+    _continuous(model, rows, task, report)
 
 
-def _continuous(model: Any, rows: list[Row], settings: dict[str, Any], report: Report, task: Task) -> dict[str, Any]:
+def _continuous(model: Any, rows: list[Row], task: Task, report: Report) -> None:
     from transformers import ContinuousBatchingConfig
 
     sizes: dict[str, Any] = {"num_blocks": 64, "max_batch_tokens": 256} if task.device == "cpu" else {}
     started = time.perf_counter()
     with model.continuous_batching_context_manager(
         generation_config=_generation_config(max(row.max_tokens for row in rows)),
-        continuous_batching_config=ContinuousBatchingConfig(**settings, **sizes),
+        continuous_batching_config=ContinuousBatchingConfig(**task.settings, **sizes),
         workload_hints=_hints(rows),
         block=True,
         timeout=5,
@@ -65,16 +64,18 @@ def _continuous(model: Any, rows: list[Row], settings: dict[str, Any], report: R
         ready = time.perf_counter()
         num_done, num_tokens = _collect(manager, rows, report)
         seconds = time.perf_counter() - ready
-    whole = num_done == len(rows)
-    return {
-        "start_seconds": ready - started,
-        "rows": num_done,
-        "whole": whole,
-        "seconds": seconds,
-        "output_tokens": num_tokens,
-        "output_tok_s": num_tokens / seconds,
-        **({} if whole else {"note": "cut off; tokens of unfinished rows are not counted"}),
-    }
+        result: dict[str, Any] = {
+            "start_seconds": ready - started,
+            "rows": num_done,
+            "whole": num_done == len(rows),
+            "seconds": seconds,
+            "output_tokens": num_tokens,
+            "output_tok_s": num_tokens / seconds,
+        }
+        if num_done < len(rows):
+            result["note"] = "cut off; tokens of unfinished rows are not counted"
+        # Before the manager is stopped, which can take longer than there is time.
+        report.add(attention=_attention_name(model), **{task.options["workload"]: result})
 
 
 def _hints(rows: list[Row]) -> Any:
