@@ -104,8 +104,9 @@ def attend(backend: ModuleType, step: Step, *, sinks: Tensor | None = None, **mo
 def test_equals_the_reference(
     name: str, window: int | None, softcap: float | None, with_sinks: bool, backend: ModuleType
 ) -> None:
-    if backend is triton_backend and with_sinks != (softcap is not None) and DEVICE == "cpu":
-        pytest.skip("the interpreter takes both or none: it is slow")
+    is_full, is_plain = with_sinks and softcap is not None, not with_sinks and softcap is None
+    if backend is triton_backend and DEVICE == "cpu" and not (is_full or (is_plain and window in (None, 6))):
+        pytest.skip("the interpreter is slow: sinks and soft-cap together, or neither")
     sinks = torch.linspace(-2, 2, NUM_KV_HEADS * GROUP) if with_sinks else None
     expected, actual = (
         attend(module, STEPS[name], scale=0.3, window=window, softcap=softcap, sinks=sinks)
@@ -116,7 +117,7 @@ def test_equals_the_reference(
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda module: module.__name__.split(".")[-1])
 def test_random_steps_equal_the_reference(backend: ModuleType) -> None:
-    for seed in range(30 if backend is gather or DEVICE == "cuda" else 8):  # the interpreter is slow
+    for seed in range(30 if backend is gather or DEVICE == "cuda" else 5):  # the interpreter is slow
         rng = random.Random(seed)
         query_lens = [rng.choice([1, 1, 1, rng.randint(2, 20)]) for _ in range(rng.randint(1, 12))]
         num_before = [rng.randint(0, 60) for _ in query_lens]
