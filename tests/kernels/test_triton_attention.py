@@ -211,10 +211,10 @@ def test_random_steps(seed: int, device_of_many: Callable[[int], None], check_cl
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(1000, 1400))
+@pytest.mark.parametrize("seed", range(1000, 1100))
 def test_more_random_steps(seed: int, device_of_many: Callable[[int], None], check_close: Check) -> None:
-    device_of_many(random.Random(seed).choice([0, 1, 4, 20]))
-    random_case(seed, largest=12).check(check_close)
+    device_of_many(random.Random(seed).choice([0, 0, 1, 4]))
+    random_case(seed, largest=8).check(check_close)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
