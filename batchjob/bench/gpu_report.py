@@ -1,7 +1,13 @@
-"""What `gpu_check` has found, in a few lines per part. The JSON file has all of it."""
+"""What `gpu_check` has found, in a few lines per part. The JSON file has all of it.
+
+`python -m batchjob.bench.gpu_report FILE` prints the table of a file, also of one whose run was cut off.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 _VERSIONS = ("python", "cuda", "torch", "triton", "transformers")
@@ -161,3 +167,12 @@ def _plain(value: Any) -> str:
             f"{name}={inner:.3g}" if isinstance(inner, float) else f"{name}={inner}" for name, inner in value.items()
         )
     return "" if value is None else str(value)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    (name,) = sys.argv[1:] if arguments is None else arguments
+    print(table(json.loads(Path(name).read_text())))
+
+
+if __name__ == "__main__":
+    main()

@@ -17,6 +17,7 @@ from batchjob.bench.gpu_bound import step_work, workload_bound
 from batchjob.bench.gpu_check import Check, main
 from batchjob.bench.gpu_parts import Part, parts_for
 from batchjob.bench.gpu_report import headline, table
+from batchjob.bench.gpu_report import main as print_report
 from batchjob.bench.gpu_shapes import SHAPES
 from batchjob.bench.limits import Limits
 from batchjob.bench.workload import length_rows, published_rows
@@ -347,7 +348,7 @@ def test_parts_that_are_not_run_again_stay_in_the_file(check: Any) -> None:
 # -- the table
 
 
-def test_the_table_names_what_was_reached_and_what_was_not() -> None:
+def test_the_table_names_what_was_reached_and_what_was_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     published = {"output_tok_s": 24_000.0, "seconds": 5.6, "fraction_of_bound": 0.69, "bound_output_tok_s": 35_000.0}
     document = {
         "parts": {
@@ -373,6 +374,10 @@ def test_the_table_names_what_was_reached_and_what_was_not() -> None:
     assert "decode 8 x 8192: 80.0 us, 81% of copy" in text
     assert "2.40 x" in text
     assert "skipped: 3 s left, 20 needed" in text
+    path = tmp_path / "found.json"
+    path.write_text(json.dumps(document))
+    print_report([str(path)])
+    assert capsys.readouterr().out == text + "\n"
     assert "24,000 tok/s  69% of its bound" in headline("best", document["parts"]["best/Qwen3-0.6B"])
 
 
