@@ -188,3 +188,18 @@ def faulty_program() -> Callable[..., list[str]]:
         return [sys.executable, "-c", _FAULTY_PROGRAM.format(worker=worker)]
 
     return program
+
+
+@pytest.fixture(autouse=True)
+def _loop_bounds_from_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter of Triton 3.6 takes a number from an array of one, which NumPy 2.5 refuses; 3.7's does not."""
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None:
+        return
+    original = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)

@@ -63,7 +63,7 @@ def make_requests(number: int = 24) -> list[Request]:
     return requests
 
 
-def run(path: Path, **settings: Any) -> tuple[dict[int, Completion], Engine]:
+def run(path: Path, number: int = 24, **settings: Any) -> tuple[dict[int, Completion], Engine]:
     config = EngineConfig(
         **{
             "max_model_len": 64,
@@ -75,7 +75,7 @@ def run(path: Path, **settings: Any) -> tuple[dict[int, Completion], Engine]:
         }
     )
     engine = Engine(TorchRunner(path, config), Letters(), config)
-    for request in make_requests():
+    for request in make_requests(number):
         assert engine.add(request) is None
     done = {}
     while engine.has_unfinished():
@@ -106,13 +106,18 @@ def test_rows_are_the_same_in_a_small_cache(
     assert engine.stats.num_preemptions > 0
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_rows_are_the_same_with_other_backends(backend: str, model_path: Path, expected: dict[int, Completion]) -> None:
-    """In Triton's interpreter: lengths and block tables are then read on the device."""
-    if backend == "triton":
-        pytest.importorskip("triton")
-    actual, _ = run(model_path, attention_backend=backend, async_scheduling=True, decode_steps_per_launch=2)
+def test_rows_are_the_same_with_another_backend(model_path: Path, expected: dict[int, Completion]) -> None:
+    actual, _ = run(model_path, attention_backend="reference", async_scheduling=True, decode_steps_per_launch=2)
     assert actual == expected
+
+
+@pytest.mark.parametrize("number", [2, pytest.param(24, marks=pytest.mark.long)])
+def test_rows_are_the_same_with_triton(number: int, model_path: Path, expected: dict[int, Completion]) -> None:
+    """In its interpreter, which is slow: lengths and block tables are then read on the device."""
+    pytest.importorskip("triton")
+    ahead = {"async_scheduling": True, "decode_steps_per_launch": 2}
+    actual, _ = run(model_path, number, attention_backend="triton", **ahead)
+    assert actual == {row: expected[row] for row in range(number)}
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss", "qwen3_moe"])

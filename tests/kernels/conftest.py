@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -16,23 +14,7 @@ _seen: dict[tuple[str, str], list[float]] = {}
 
 
 @pytest.fixture(autouse=True)
-def _loop_bounds_from_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter of Triton 3.6 takes a number from an array of one, which NumPy 2.5 refuses; 3.7's does not."""
-    if importlib.util.find_spec("triton") is None:
-        return
-    from triton.runtime import interpreter
-
-    original = interpreter._patch_lang_tensor
-
-    def patch(tensor: Any, scope: Any) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
-
-
-@pytest.fixture(autouse=True)
-def _contexts_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def _contexts_of_any_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Contexts are read apart from one key on: the tests' are small."""
     monkeypatch.setattr(attention_plan, "MIN_SAVED_KEYS", 0)
     yield
