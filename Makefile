@@ -2,12 +2,13 @@
 #   make demo       the real model answers real prompts; about a minute once everything is installed
 #   make test       what continuous integration runs; `make test-long` adds the tests that take minutes
 #   make lint       ruff and mypy
+#   make kernels    the GPU kernels compiled ahead of time, without a GPU, as a table
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-long lint bench clean
+.PHONY: demo test test-long lint bench kernels clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python jobs/demo.py
@@ -24,6 +25,9 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.demo
 	$(BIN)/python -m batchjob.bench
+
+kernels: $(VENV)/.test
+	$(BIN)/python -m batchjob_kernels.aot
 
 clean:
 	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
