@@ -183,4 +183,5 @@ class DeviceSteps:
 
     def _run_batch(self, batch: DecodeBatch) -> Tensor:
         batch.fill(self._state)
+        batch.meta.plans.clear()  # some hold copies of the tensors that were filled: a graph has to make them itself
         return self._call(batch.ids, batch.positions, batch.keep, batch.meta)

@@ -2,7 +2,8 @@
 the host longer than a GPU needs to run them; a graph is launched as one.
 
 A graph is captured when its size is first needed: a job makes its first tokens sooner, and most sizes never come up.
-All share one pool of memory, for which `memory` leaves room.
+All share one pool of memory, for which `memory` leaves room, and one tensor for their logits. Warm-up and capture run
+on one stream for all graphs: PyTorch keeps memory, and cuBLAS a workspace, for every stream that was ever used.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class DecodeGraphs:
         self.sizes = graph_sizes(max_num_seqs)
         self._captured: dict[int, Captured] = {}
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        self._logits: Tensor | None = None  # [max_num_seqs, vocab], of whatever graph ran last
         self.refused: str | None = None  # why no graph is used
 
     @property
@@ -86,21 +89,32 @@ class DecodeGraphs:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            self.refused = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            cause: BaseException = error
+            while isinstance(cause.__context__, RuntimeError):  # ending a capture that has failed is an error as well
+                cause = cause.__context__
+            self.refused = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
             logger.warning("decode steps run without CUDA graphs: the model cannot be captured (%s)", self.refused)
             return None
         return self._captured[size]
 
     def _record(self, batch: DecodeBatch) -> Captured:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._run_batch(batch)  # compiles kernels and settles what is worked out once per batch
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
+        current = torch.cuda.current_stream()
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        assert self._stream is not None
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            logits = self._run_batch(batch)  # compiles kernels
+        current.wait_stream(self._stream)
+        torch.cuda.synchronize()
+        if self._logits is None:
+            self._logits = logits.new_empty(self.sizes[-1], logits.shape[1])
+        out = self._logits[: len(batch.rows)]
+        del logits
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits = self._run_batch(batch)
-        return Captured(graph.replay, batch, logits)
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                out.copy_(self._run_batch(batch))
+        finally:
+            torch.cuda.set_stream(current)  # a capture that fails leaves its own one
+        return Captured(graph.replay, batch, out)

@@ -24,12 +24,18 @@ T = TypeVar("T")
 
 
 def retry_without_cached_memory(function: Callable[[], T]) -> T:
-    """Once more after memory ran out, with what PyTorch keeps for later given back: fragmentation may be all of it."""
+    """Once more after memory ran out, with what PyTorch keeps for later given back: fragmentation may be all of it.
+
+    Not while a CUDA graph is captured: giving memory back would spoil the capture and hide why it failed.
+    """
     try:
         return function()
     except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        return function()
+        if torch.cuda.is_current_stream_capturing():
+            raise
+    # Outside of the handler: there, the error would still hold the frames of the first try, and all of their tensors.
+    torch.cuda.empty_cache()
+    return function()
 
 
 def bytes_for_cache(

@@ -210,8 +210,8 @@ def _prepare_device(config: EngineConfig) -> torch.device:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise EngineError(f"device {config.device!r} was asked for, but PyTorch sees no GPU")
-        torch.cuda.set_device(device)
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        torch.cuda.set_device(device)  # which does not take a device without a number
     return device
 
 

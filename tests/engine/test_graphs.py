@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from batchjob.engine.graphs import MAX_GRAPHS, Captured, DecodeGraphs, graph_siz
 from batchjob.engine.runner import TorchRunner
 from batchjob.records import Request
 from batchjob.sampling import SamplingParams
+from batchjob_kernels import AttnMeta, reference
 
 sys.path.insert(0, str(Path(__file__).parent))
 from families import FAMILIES, save
@@ -54,9 +56,17 @@ def run(path: Path, **settings: Any) -> dict[int, list[int]]:
 
 
 def test_padded_batches_give_the_tokens_of_plain_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A capture reads and writes fixed tensors only: the play repeats the batch on the tensors it was made with."""
+    """A capture reads and writes fixed tensors only: the play repeats the batch on the tensors it was made with. What a
+    backend keeps from one layer to the next of a step is no such tensor."""
     path = save(tmp_path / "llama", *FAMILIES["llama"])
     expected = run(path)
+    write_kv = reference.write_kv
+
+    def write_to_kept_slots(kv: torch.Tensor, cache: torch.Tensor, meta: AttnMeta) -> None:
+        kept = meta.plans.setdefault("slots", meta.slots.clone())
+        write_kv(kv, cache, replace(meta, slots=kept))
+
+    monkeypatch.setattr(reference, "write_kv", write_to_kept_slots)
     sizes: list[tuple[int, int]] = []
 
     def record(self: DecodeGraphs, batch: DecodeBatch) -> Captured:
@@ -79,6 +89,19 @@ def test_padded_batches_give_the_tokens_of_plain_ones(tmp_path: Path, monkeypatc
         assert actual == expected
         assert {size for size, _ in sizes} <= {1, 2, 4, 8, 13}
         assert any(used < size for size, used in sizes)
+
+
+def test_the_reason_against_graphs_is_the_first_error() -> None:
+    def fail(batch: Any) -> Any:
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    graphs = DecodeGraphs(lambda size: None, fail, 8)  # type: ignore[arg-type, return-value]
+    graphs._record = fail  # type: ignore[method-assign]
+    assert graphs.run(torch.zeros(3, dtype=torch.int64)) is None
+    assert graphs.refused == "operation not permitted when stream is capturing"
 
 
 def test_a_model_that_cannot_be_captured_runs_without(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from batchjob.core.plan import Slice, StepPlan
 from batchjob.core.sequence import Sequence
 from batchjob.engine.config import EngineConfig
-from batchjob.engine.runner import TorchRunner
+from batchjob.engine.memory import retry_without_cached_memory
+from batchjob.engine.runner import TorchRunner, _prepare_device
 from batchjob.errors import EngineError
 from batchjob.records import Request
 from batchjob.sampling import SamplingParams
@@ -82,6 +84,38 @@ def test_a_device_that_is_not_there_is_an_error(model_path: Path) -> None:
         pytest.skip("there is a GPU")
     with pytest.raises(EngineError, match="PyTorch sees no GPU"):
         TorchRunner(model_path, EngineConfig(max_model_len=64, device="cuda"))
+
+
+@pytest.mark.parametrize(("name", "index"), [("cuda", 1), ("cuda:0", 0)])
+def test_a_gpu_may_be_named_without_its_number(name: str, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", chosen.append, raising=False)
+    device = _prepare_device(EngineConfig(max_model_len=64, device=name))
+    assert device == torch.device("cuda", index)
+    assert chosen == [index]
+
+
+def test_what_ran_out_of_memory_is_let_go_before_it_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Large:
+        pass
+
+    held: list[weakref.ref[Large]] = []
+    alive: list[bool] = []
+
+    def work() -> str:
+        alive.extend(ref() is not None for ref in held)
+        large = Large()
+        if not held:
+            held.append(weakref.ref(large))
+            raise torch.OutOfMemoryError
+        return "done"
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    assert retry_without_cached_memory(work) == "done"
+    assert alive == [False]
 
 
 def test_a_step_that_samples_nothing_gives_no_tokens(runner: TorchRunner) -> None:
