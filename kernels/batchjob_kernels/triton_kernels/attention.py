@@ -129,7 +129,7 @@ def attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,  # the grid's second axis cuts the keys; not how often: a kernel is compiled for every constant
     MIN_SPLIT_TILES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -156,7 +156,7 @@ def attention_kernel(
         num_rows = tl.load(context + 2) - start
         begin = tl.load(context + 3)
         end = tl.load(context + 4)
-        part += tl.load(context + 5) * NUM_SPLITS
+        part += tl.load(context + 5) * tl.num_programs(1)
         last_key = row * 0 + (end - 1)
     else:
         seq = item
@@ -179,8 +179,9 @@ def attention_kernel(
     num_tiles = (end - begin + BLOCK_N - 1) // BLOCK_N
     first = 0
     last = num_tiles
-    if NUM_SPLITS > 1:
-        per_split = tl.maximum((num_tiles + NUM_SPLITS - 1) // NUM_SPLITS, MIN_SPLIT_TILES)
+    if SPLIT:
+        num_splits = tl.num_programs(1)
+        per_split = tl.maximum((num_tiles + num_splits - 1) // num_splits, MIN_SPLIT_TILES)
         first = split * per_split
         last = tl.minimum(first + per_split, num_tiles)
 
@@ -188,7 +189,7 @@ def attention_kernel(
     valid = (tl.arange(0, BLOCK_M) < BLOCK_Q * GROUP) & (row < num_rows)
     token = (start + row).to(tl.int64)
     result = (part.to(tl.int64) * num_tokens + token) * (NUM_KV_HEADS * GROUP) + head
-    if NUM_SPLITS > 1 and first >= last:
+    if SPLIT and first >= last:
         tl.store(lse + result, tl.full([BLOCK_M], -float("inf"), tl.float32), mask=valid)
         return
 

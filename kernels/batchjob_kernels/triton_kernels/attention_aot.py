@@ -48,7 +48,7 @@ def _cases(
             "BLOCK_SIZE": 16,
             "BLOCK_M": shape.rows,
             "BLOCK_N": shape.keys,
-            "NUM_SPLITS": 8 if split else 1,
+            "SPLIT": split,
             "MIN_SPLIT_TILES": shapes.MIN_SPLIT_KEYS // shape.keys,
             "HAS_WINDOW": window,
             "HAS_SOFTCAP": softcap,

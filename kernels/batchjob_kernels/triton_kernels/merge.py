@@ -13,24 +13,24 @@ import triton.language as tl
 from batchjob_kernels.triton_kernels.aot_case import AotCase
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
 def merge_kernel(
-    parts,  # float32 [NUM_PARTS, num_rows, HEAD_DIM], a row being one head of one token
-    lse,  # float32 [NUM_PARTS, num_rows]; -inf: this part has no keys for the row, its numbers are not to be read
+    parts,  # float32 [num_parts, num_rows, HEAD_DIM], a row being one head of one token
+    lse,  # float32 [num_parts, num_rows]; -inf: this part has no keys for the row, its numbers are not to be read
     out,  # [num_rows, HEAD_DIM]
     sinks,  # [NUM_HEADS] or None
     num_rows,
-    NUM_PARTS: tl.constexpr,
+    num_parts,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
-    ALL_PAD: tl.constexpr,  # a power of two >= NUM_PARTS
+    ALL_PAD: tl.constexpr,  # a power of two >= num_parts
     AT_ONCE: tl.constexpr,  # parts read together, a power of two <= ALL_PAD
 ):
     row = tl.program_id(0).to(tl.int64)
     every = tl.arange(0, ALL_PAD)
     dim = tl.arange(0, DIM_PAD)
-    sums = tl.load(lse + every.to(tl.int64) * num_rows + row, mask=every < NUM_PARTS, other=-float("inf"))
+    sums = tl.load(lse + every.to(tl.int64) * num_rows + row, mask=every < num_parts, other=-float("inf"))
     largest = tl.max(sums, 0)
     if sinks is not None:
         sink = tl.load(sinks + row % NUM_HEADS).to(tl.float32) * 1.4426950408889634
@@ -40,10 +40,10 @@ def merge_kernel(
     if sinks is not None:
         total += tl.exp2(sink - largest)
     acc = tl.zeros([DIM_PAD], dtype=tl.float32)
-    for first in range(0, NUM_PARTS, AT_ONCE):
+    for first in tl.static_range(0, ALL_PAD, AT_ONCE):
         some = first + tl.arange(0, AT_ONCE)
         at = some.to(tl.int64) * num_rows + row
-        part_lse = tl.load(lse + at, mask=some < NUM_PARTS, other=-float("inf"))
+        part_lse = tl.load(lse + at, mask=some < num_parts, other=-float("inf"))
         has_keys = part_lse > -float("inf")
         values = tl.load(
             parts + at[:, None] * HEAD_DIM + dim[None, :],
@@ -61,9 +61,8 @@ def parts_at_once(num_parts: int, head_dim: int) -> int:
 
 
 def _case(name: str, out: str, head_dim: int, num_parts: int, sinks: bool, **more) -> AotCase:
-    signature = {"parts": "*fp32", "lse": "*fp32", "out": f"*{out}", "num_rows": "i32"}
+    signature = {"parts": "*fp32", "lse": "*fp32", "out": f"*{out}", "num_rows": "i32", "num_parts": "i32"}
     constexprs = {
-        "NUM_PARTS": num_parts,
         "NUM_HEADS": 32,
         "HEAD_DIM": head_dim,
         "DIM_PAD": triton.next_power_of_2(head_dim),
