@@ -69,6 +69,7 @@ class PipeWatcher(Watcher):
         self._next_alive = 0.0
         self._counts: Counts | None = None
         self._left: list[dict[str, Any]] = []
+        self._is_shard_in_parts = False
         self._sending = threading.Lock()
 
     def stop(self, signals: StopSignals) -> StopSignals:
@@ -152,11 +153,16 @@ class TeamWatcher(PipeWatcher):
 
     def counted(self, store: Store) -> None:
         self._left = [store.committed_counts().to_json(), store.open_counts().to_json()]
+        committed = store.committed()
+        self._is_shard_in_parts = all(
+            chunk.index in committed for chunk in store.plan.chunks if self.team.has(chunk.index)
+        )
 
     def result(self, result: RunResult, echo: Callable[[str], None]) -> None:
         self._tell_finished()
         in_parts, in_open = self._left or ({}, {})
-        self.send(f"result {json.dumps({'result': asdict(result), 'parts': in_parts, 'open': in_open})}\n")
+        message = {"result": asdict(result), "parts": in_parts, "open": in_open, "complete": self._is_shard_in_parts}
+        self.send(f"result {json.dumps(message)}\n")
 
 
 def main() -> None:

@@ -55,6 +55,7 @@ class Member(Listener):
         self.is_dismissed = False  # there is nothing left for it to do
         self.failure: Failure | None = None
         self.result: RunResult | None = None
+        self.saw_shard_in_parts = False  # all of the command's shard
         self.counts: tuple[dict[str, Any], dict[str, Any]] | None = None  # output rows in parts, and in open chunks
 
     def _echo(self, line: str) -> None:
@@ -83,5 +84,6 @@ class Member(Listener):
     def came_to(self, message: dict[str, Any]) -> None:
         result = RunResult(**{**message["result"], "requeue": Requeue()})
         self.result = result
+        self.saw_shard_in_parts = message["complete"]
         if message["parts"]:
             self.counts = message["parts"], message["open"]

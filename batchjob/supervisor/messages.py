@@ -18,7 +18,8 @@ A worker of a team prints nothing itself, and says what the supervisor must know
     header JSON             the lines that a person is told before the first step
     share ROWS DONE         rows of the command's shard, and those in parts
     chunk INDEX ROW ROWS COMPLETE   this chunk is taken up: its first row, its rows, and those complete already
-    result JSON             what the run came to: RunResult, rows in parts, rows in open chunks (see store.counts)
+    result JSON             what the run came to: RunResult, rows in parts, rows in open chunks (see store.counts), and
+                            whether every chunk of the command's shard has its part
 """
 
 from __future__ import annotations

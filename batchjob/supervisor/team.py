@@ -30,6 +30,7 @@ from batchjob.signals import StopSignals
 from batchjob.slurm import Requeue, SlurmTask
 from batchjob.spec import JobSpec
 from batchjob.stopping import requeue, stop_signals, time_limit
+from batchjob.summary import RunResult
 from batchjob.supervisor.attempt import StopNotice
 from batchjob.supervisor.ending import result_of
 from batchjob.supervisor.lane import gave_up_message
@@ -162,7 +163,7 @@ class TeamSupervisor:
             voice.print(f"batchjob: {self._error.message}")
             return self._error.code
         results = [member.result for member in members if member.result is not None]
-        is_complete = any(result.job_complete for result in results) or voice.tally.is_complete
+        is_complete = self._is_complete(results)
         reason = stop.reason or next((result.stopped_by for result in results if result.stopped_by), None)
         failures = [member.failure for member in members if member.failure is not None]
         came_of_it = Requeue()
@@ -182,6 +183,13 @@ class TeamSupervisor:
         result.stopped_by, result.requeue = (None, Requeue()) if is_complete else (reason, came_of_it)
         voice.print(result.render())
         return result.exit_code
+
+    def _is_complete(self, results: Sequence[RunResult]) -> bool:
+        """By the parts that a worker saw. Rows that count as done may still wait for the commit of their chunk."""
+        if any(result.job_complete for result in results):
+            return True
+        in_parts = any(member.saw_shard_in_parts for member in self._members)
+        return in_parts and (not self._spec.steal or self._voice.tally.is_complete)
 
     def _requeue(self, stop: StopSignals, reason: str) -> Requeue:
         """Once for all workers, none of which does it."""

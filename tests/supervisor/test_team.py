@@ -179,6 +179,28 @@ def test_when_all_devices_fail_another_machine_may_do_better(
     assert kit.finished_rows(output) == set()
 
 
+NO_ROOM_FOR_PARTS = """
+from batchjob.errors import DiskFullError
+from batchjob.store.chunk import OpenChunk
+def commit(self, carried): raise DiskFullError("no space left for a part.")
+OpenChunk.commit = commit
+"""
+
+
+def test_rows_without_their_parts_are_not_done(
+    start: Start, kit: Any, output: Path, tmp_path: Path, write_jsonl: Write
+) -> None:
+    source = write_jsonl(tmp_path / "few.jsonl", [{"prompt": f"row number {i}"} for i in range(40)])
+    flags = ("--devices", "cpu,cpu", *SLOW, "--full-disk-timeout", "1")
+    run = start(*flags, source=source, patch=NO_ROOM_FOR_PARTS, step_seconds=0.02)
+    assert run.wait() == 74, run.text
+    assert kit.rows_of(output) == []
+    assert kit.finished_rows(output) == set(range(40))
+    assert "done: 40" not in run.text
+    assert start("--devices", "cpu,cpu", *SLOW, source=source).wait() == 0
+    check_rows(kit, output, 40)
+
+
 @pytest.mark.long
 def test_an_engine_that_always_dies_everywhere_is_given_up(start: Start, source: Path) -> None:
     run = start("--devices", "cpu,cpu", *SLOW, source=source, kill_at_step=1)
