@@ -76,7 +76,7 @@ def search(row, maxima, best, temperature, vocab, num_groups, low, needed, COUNT
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "maxima", "best_out", "bounds"])
 def bounds_kernel(
     logits,  # [n, vocab]
     logits_stride,

@@ -49,7 +49,7 @@ def exponential(word):
     return -tl.log((word.to(tl.float64) + 0.5) * 2.3283064365386963e-10)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions", "maxima", "sums", "bounds", "tokens"])
 def draw_kernel(
     logits,  # [n, vocab]
     logits_stride,

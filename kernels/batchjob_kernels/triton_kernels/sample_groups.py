@@ -20,7 +20,7 @@ _TEMPERATURE = tl.constexpr(layout.TEMPERATURE)
 _SETTINGS = tl.constexpr(layout.WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "maxima", "sums", "best", "bounds"])
 def groups_kernel(
     logits,  # [n, vocab]
     logits_stride,

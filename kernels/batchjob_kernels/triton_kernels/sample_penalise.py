@@ -17,7 +17,7 @@ _FREQUENCY = tl.constexpr(layout.FREQUENCY)
 _SETTINGS = tl.constexpr(layout.WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def penalise_kernel(
     logits,  # [n, vocab]
     logits_stride,

@@ -16,7 +16,7 @@ _MAX_OUTPUT = tl.constexpr(layout.MAX_OUTPUT)
 _SETTINGS = tl.constexpr(layout.WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["tokens", "slots", "positions", "out"])
 def ended_kernel(
     tokens,  # int64 [n]
     settings,  # int32 [slots, _SETTINGS]
