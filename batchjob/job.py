@@ -249,7 +249,9 @@ def _run(job: Job, watcher: Watcher, task: SlurmTask | None, limit: TimeLimit, e
             if team is not None or counts.rows_done < counts.rows_total:  # others of a team may have rows to do
                 result.stopped_by = stop.reason
             num_finished = counts.rows_done - result.rows_reused
-            store.note_attempt({**info, "ended": {"by": result.stopped_by or "done", "rows_finished": num_finished}})
+            ended = {"by": result.stopped_by or "done", "rows_finished": num_finished}
+            ended["first_token_seconds"] = result.first_token_seconds
+            store.note_attempt({**info, "ended": ended})
             if result.stopped_by is not None:
                 made_progress = num_finished + watcher.assignment.rows_finished > 0
                 result.requeue = requeue(spec, task, stop, made_progress=made_progress)
@@ -345,6 +347,8 @@ def _work(
             watcher.phase(END)
         finally:
             result.seconds = time.monotonic() - started
+            if loop.first_token_at is not None:
+                result.first_token_seconds = loop.first_token_at - loading
             result.rows_reused += loop.num_reused
             result.rows_saved, result.rows_continued = loop.num_saved, loop.num_continued
             result.rows_wasted, result.chunks_stolen = loop.num_wasted, chunks.num_stolen

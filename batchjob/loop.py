@@ -100,6 +100,7 @@ class Loop:
         self.num_saved = 0  # unfinished samples whose tokens were kept
         self.num_continued = 0  # samples that go on behind the tokens of an earlier attempt
         self.num_wasted = 0  # output rows computed here of chunks that another process committed first
+        self.first_token_at: float | None = None  # by the monotonic clock
         self.warnings: list[str] = []
 
     def run(self, chunks: OwnChunks) -> None:
@@ -303,6 +304,8 @@ class Loop:
         started = time.monotonic()
         completions = self._engine.step()
         self._pace.step(time.monotonic() - started)
+        if self.first_token_at is None and self._engine.stats.num_sampled:
+            self.first_token_at = time.monotonic()
         for completion in completions:
             self._pace.finished(len(completion.token_ids))
             self._record(completion)

@@ -37,6 +37,7 @@ class RunResult:
     prompt_tokens: int = 0  # of this process
     output_tokens: int = 0  # of this process
     seconds: float = 0.0
+    first_token_seconds: float | None = None  # from the start of the process's work to its first tokens
     max_error_rate: float = 0.01
     stopped_by: str | None = None  # what ended it early: everything is safe, run it again
     requeue: Requeue = field(default_factory=Requeue)  # what came of it, in SLURM
@@ -86,9 +87,11 @@ class RunResult:
         for kind, count in sorted(self.errors.items(), key=lambda item: -item[1]):
             lines.append(f"  failed      {count:,} {kind}")
         if self.seconds and self.output_tokens:
+            first = self.first_token_seconds
             lines.append(
                 f"  tokens      {self.prompt_tokens:,} in, {self.output_tokens:,} out in {duration(self.seconds)} "
                 f"({self.output_tokens / self.seconds:,.1f} output tok/s)"
+                + ("" if first is None else f"; the first after {duration(first)}, loading included")
             )
         if self.rows_by_device:
             lines.append(

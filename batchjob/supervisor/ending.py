@@ -27,6 +27,7 @@ def result_of(spec: JobSpec, members: Sequence[Member], voice: Voice) -> RunResu
         prompt_tokens=sum(member.lane.prompt_tokens for member in members),
         output_tokens=sum(member.lane.output_tokens for member in members),
         seconds=voice.seconds,
+        first_token_seconds=min((r.first_token_seconds for r in results if r.first_token_seconds), default=None),
         job_complete=any(result.job_complete for result in results),
         rows_by_device={member.lane.name: member.lane.rows_finished for member in members},
     )
