@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from batchjob.engine.attention import ATTENTION_NAME, LayerCall, StepContext, layer_index_of
 from batchjob.engine.kv_cache import KVCache, LayerShape
 from batchjob.errors import UnsupportedModelError
-from batchjob_kernels import AttnMeta
+from batchjob_kernels import AttnMeta, DeviceLens
 
 Forward = Callable[[nn.Module, Tensor, Tensor, Tensor, StepContext], Tensor]
 
@@ -119,15 +119,25 @@ def eager_logits(module: nn.Module) -> list[Tensor]:
 
 @torch.inference_mode()
 def packed_logits(
-    module: nn.Module, shapes: list[LayerShape], backend: ModuleType, forward: Forward, size: int = TEST_BLOCK_SIZE
+    module: nn.Module,
+    shapes: list[LayerShape],
+    backend: ModuleType,
+    forward: Forward,
+    size: int = TEST_BLOCK_SIZE,
+    *,
+    has_device_lens: bool = False,
 ) -> list[Tensor]:
-    """The same logits from packed steps over a paged cache with blocks of `size` tokens."""
+    """The same logits from packed steps over a paged cache with blocks of `size` tokens.
+
+    `has_device_lens`: with lengths and tables on the device, as the backend gets them in a job.
+    """
     tokens = _test_tokens(module)
     device = _device(module)
     dtype = next(module.parameters()).dtype
     num_blocks = [-(-length // size) for length in _TEST_LENS]
     cache = KVCache(shapes, num_blocks=sum(num_blocks), block_size=size, dtype=dtype, device=device)
-    table = torch.full((2, max(num_blocks)), cache.null_block, device=device)
+    dtype = torch.int32 if has_device_lens else torch.int64
+    table = torch.full((2, max(num_blocks)), cache.null_block, dtype=dtype, device=device)
     for row, ids in enumerate(torch.arange(sum(num_blocks)).flip(0).split(num_blocks)):
         table[row, : len(ids)] = ids
     parts: list[list[Tensor]] = [[], []]
@@ -138,10 +148,12 @@ def packed_logits(
         meta = AttnMeta(
             query_lens=[stop - start for _, start, stop in pieces],
             kv_lens=[stop for _, _, stop in pieces],
-            block_table=table[rows],
+            block_table=table if has_device_lens else table[rows],
             slots=torch.cat(slots),
             block_size=size,
         )
+        if has_device_lens:
+            meta.device_lens = DeviceLens.of(meta.query_lens, meta.kv_lens, rows, device)
         ids = torch.cat([tokens[row][start:stop] for row, start, stop in pieces])
         keep = torch.arange(len(ids), device=device)
         logits = forward(module, ids, torch.cat(positions), keep, StepContext(meta, cache, backend))

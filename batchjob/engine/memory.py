@@ -9,10 +9,11 @@ from typing import TypeVar
 import torch
 
 from batchjob.engine.attention import StepContext
+from batchjob.engine.backends import READ_DEVICE_LENS
 from batchjob.engine.config import EngineConfig
 from batchjob.engine.kv_cache import KVCache
 from batchjob.engine.model import Forward, LoadedModel
-from batchjob_kernels import AttnMeta
+from batchjob_kernels import AttnMeta, DeviceLens
 
 logger = logging.getLogger(__name__)
 
@@ -88,12 +89,15 @@ def largest_step(
     num_blocks = -(-longest // size)
     cache = KVCache(model.shapes, num_blocks=num_blocks, block_size=size, dtype=kv_dtype, device=device)
     positions = torch.cat([torch.arange(length, device=device) for length in lens])
+    table = torch.arange(num_blocks, dtype=torch.int32, device=device)[None]
+    has_device_lens = model.backend.name in READ_DEVICE_LENS
     meta = AttnMeta(
         query_lens=lens,
         kv_lens=lens,
-        block_table=torch.arange(num_blocks, device=device).expand(len(lens), -1),
+        block_table=table if has_device_lens else table.expand(len(lens), -1),
         slots=positions,
         block_size=size,
+        device_lens=DeviceLens.of(lens, lens, [0] * len(lens), device) if has_device_lens else None,
         deterministic=config.deterministic,
     )
     keep = torch.arange(min(max_num_seqs, num_tokens), device=device)

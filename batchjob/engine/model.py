@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from batchjob.engine.attention import ATTENTION_NAME, LayerCall, StepContext, register
-from batchjob.engine.backends import HAVE_BLOCK_SIZES
+from batchjob.engine.backends import HAVE_BLOCK_SIZES, READ_DEVICE_LENS
 from batchjob.engine.fuse import fuse
 from batchjob.engine.kv_cache import LayerShape
 from batchjob.engine.load_check import (
@@ -124,7 +124,14 @@ def prepare_model(
     test_block_size = block_size if backend.name in HAVE_BLOCK_SIZES else TEST_BLOCK_SIZE
 
     def packed() -> list[Tensor]:
-        return packed_logits(module, shapes, backend.module, packed_forward, test_block_size)
+        return packed_logits(
+            module,
+            shapes,
+            backend.module,
+            packed_forward,
+            test_block_size,
+            has_device_lens=backend.name in READ_DEVICE_LENS,
+        )
 
     try:
         problem = logits_problem(expected, packed())

@@ -7,6 +7,7 @@ values at index 1. The keys of one head in one block are one piece of memory, a 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,12 @@ class DeviceLens:
     query_starts: Tensor  # int32 [num_seqs + 1]: where each sequence's new tokens begin in the packed step, and the end
     kv_lens: Tensor  # int32 [num_seqs], new tokens included; at least 1
     table_rows: Tensor  # int32 [num_seqs]
+
+    @classmethod
+    def of(cls, query_lens: list[int], kv_lens: list[int], table_rows: list[int], device: torch.device) -> DeviceLens:
+        """From lists, for which the host waits: for tests and checks."""
+        lists = [0, *accumulate(query_lens)], kv_lens, table_rows
+        return cls(*(torch.tensor(values, dtype=torch.int32, device=device) for values in lists))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,13 @@ from torch import nn
 
 from batchjob.engine.attention import StepContext, injected_attention
 from batchjob.engine.config import EngineConfig
-from batchjob.engine.model import LoadedModel, load_model, prepare_model
+from batchjob.engine.load_check import packed_logits
+from batchjob.engine.memory import largest_step
+from batchjob.engine.model import LoadedModel, load_model, packed_forward, prepare_model
 from batchjob.engine.runner import TorchRunner
 from batchjob.errors import EngineError, UnsupportedModelError
+from batchjob_kernels import AttnMeta, reference
+from batchjob_kernels.select import Selection
 
 sys.path.insert(0, str(Path(__file__).parent))
 from families import FAMILIES, build, save, use_gather
@@ -151,3 +156,31 @@ def test_loading_leaves_a_second_load_alone(tmp_path: Path) -> None:
         block_size=4,
     )
     assert AutoModelForCausalLM.from_pretrained(path).config._attn_implementation == "sdpa"
+
+
+def test_the_check_and_the_largest_step_give_a_backend_its_lengths_where_it_finds_them_in_a_job() -> None:
+    """On the device or as lists: the kernels of some backends are compiled once more for the other way."""
+    seen: list[bool] = []
+
+    def paged_attention(q: torch.Tensor, kv: Any, cache: torch.Tensor, meta: AttnMeta, **more: Any) -> torch.Tensor:
+        seen.append(meta.device_lens is not None)
+        if meta.device_lens is not None:
+            assert meta.block_table.dtype == meta.device_lens.table_rows.dtype == torch.int32
+        return reference.paged_attention(q, kv, cache, meta, **more)
+
+    backend: Any = SimpleNamespace(write_kv=reference.write_kv, paged_attention=paged_attention)
+    model = prepare(build(*FAMILIES["llama"]))
+    assert model is not None
+    for name, has_device_lens in (("triton", True), ("gather", False)):
+        model.backend = Selection(name, backend, "for the test")
+        logits = [
+            packed_logits(model.module, model.shapes, backend, packed_forward, 4, has_device_lens=on_device)
+            for on_device in (True, False)
+        ]
+        for on_device, as_lists in zip(*logits, strict=True):
+            torch.testing.assert_close(on_device, as_lists)
+        seen.clear()
+        config = EngineConfig(max_model_len=16, block_size=4)
+        dtype, device = torch.float32, torch.device("cpu")
+        largest_step(model, model.forward, 40, 8, config, kv_dtype=dtype, device=device)
+        assert seen == [has_device_lens] * len(model.shapes)
