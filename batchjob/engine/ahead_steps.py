@@ -3,8 +3,6 @@ sampled, on the device; the host sends what is new, and counts on what it knows:
 
 from __future__ import annotations
 
-import importlib.util
-
 from torch import Tensor
 
 from batchjob.core.plan import StepPlan
@@ -18,6 +16,7 @@ from batchjob.engine.layout import MIN_TOKENS_SAVED
 from batchjob.engine.model import Forward, LoadedModel
 from batchjob.engine.parallel_group import Group
 from batchjob.engine.step_inputs import InputBuilder, StepInputs
+from batchjob_kernels import triton_here
 
 # Tokens that a shared prefix must save its rows from reading before a step on a GPU leaves its graph for it.
 # Estimated, not measured: a graph saves about 4 ms of launches, in which an H200 reads the keys and values of so many
@@ -53,7 +52,7 @@ class AheadSteps:
             config.eos_token_ids,
             max_num_seqs=max_num_seqs,
             device=device,
-            use_triton=is_gpu and importlib.util.find_spec("triton") is not None,
+            use_triton=is_gpu and triton_here.problem(device) is None,
         )
 
     def execute(self, plan: StepPlan) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -11,7 +10,7 @@ import torch
 from batchjob.engine.attention import LayerCall
 from batchjob.engine.config import EngineConfig
 from batchjob.errors import EngineError
-from batchjob_kernels import Requirements
+from batchjob_kernels import Requirements, triton_here
 from batchjob_kernels.select import Selection, select
 
 # Backends that find lengths and block tables on the device, by slot; the others get lists.
@@ -46,7 +45,7 @@ def choose_backend(
 
 def fused_ops(device: torch.device, *, deterministic: bool) -> ModuleType | None:
     """The operations that fused parts are made of on a GPU; None: those of the CPU, or none."""
-    if device.type != "cuda" or deterministic or importlib.util.find_spec("triton") is None:
+    if device.type != "cuda" or deterministic or triton_here.problem(device) is not None:
         return None
     from batchjob_kernels import triton_ops
 

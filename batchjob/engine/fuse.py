@@ -55,8 +55,8 @@ def fuse(
 
     `calls` are the attention calls by layer; the list is emptied, as it holds the originals. `run_steps` runs packed
     steps through the module, the first of them with nothing cached; parts of that one are run again. `ops` picks the
-    set for a GPU, on any device, and is what it computes with (`triton_ops`, `reference_ops`). Without it, the device
-    decides; nothing is done where no set serves it.
+    set for a GPU, on any device, and is what it computes with (`triton_ops`, `reference_ops`). Without it there is the
+    set for a CPU; nothing is done where that does not serve the model.
     """
     call_of = {id(call.module): call for call in calls}
     calls.clear()
@@ -89,8 +89,6 @@ def _original(module: nn.Module, path: str) -> nn.Module | None:
 
 def _kinds(weight: Tensor, call_of: dict[int, LayerCall], ops: ModuleType | None) -> Kinds:
     """In this order: attention takes over its fused norms, and a layer its fused attention and MLP."""
-    if ops is None and weight.device.type == "cuda":
-        ops = _triton_ops()
     if ops is not None and weight.dtype in _TOLERANCE:
         return {
             "norms": (lambda part: fused_gpu.RMSNorm(part, ops), lambda part: fused_gpu.RMSNorm(part, ops, offset=1.0)),
@@ -110,14 +108,6 @@ def _kinds(weight: Tensor, call_of: dict[int, LayerCall], ops: ModuleType | None
             "linear layers": (pack_linear,),
         }
     return {}
-
-
-def _triton_ops() -> ModuleType | None:
-    try:
-        from batchjob_kernels import triton_ops
-    except ImportError:
-        return None
-    return triton_ops
 
 
 def _replace(module: nn.Module, path: str, part: nn.Module, builder: Builder, recorded: dict[str, Recorded]) -> bool:

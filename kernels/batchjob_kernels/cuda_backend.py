@@ -7,7 +7,7 @@ Opt-in: `--attention-backend cuda`.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
+import importlib
 from dataclasses import replace
 from types import ModuleType
 from typing import NamedTuple
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from batchjob_kernels import cuda_driver as driver
-from batchjob_kernels import gather
+from batchjob_kernels import gather, triton_here
 from batchjob_kernels.cuda_build import DTYPES, HEAD_DIMS, decode_variant, write_variant
 from batchjob_kernels.cuda_compilers import CompilerMissing, find_compiler
 from batchjob_kernels.meta import AttnMeta, Requirements
@@ -204,7 +204,7 @@ def _look_up(meta: AttnMeta, device: torch.device) -> _Lookup:
 
 def _other_backend() -> ModuleType:
     """What serves the steps that are no decode steps."""
-    if importlib.util.find_spec("triton") is None:
+    if triton_here.problem(torch.device("cuda")) is not None:
         return gather
     return importlib.import_module("batchjob_kernels.triton_backend")
 

@@ -3,12 +3,12 @@ Triton's interpreter (environment variable TRITON_INTERPRET=1 before the first i
 
 from __future__ import annotations
 
-import importlib.util
 import math
 
 import torch
 from torch import Tensor
 
+from batchjob_kernels import triton_here
 from batchjob_kernels.meta import AttnMeta, Requirements
 from batchjob_kernels.triton_kernels import attention_plan as plans
 from batchjob_kernels.triton_kernels import attention_shapes as shapes
@@ -20,12 +20,10 @@ MAX_GROUP = 64
 
 def refusal(need: Requirements) -> str | None:
     """Why these kernels cannot serve this need, for a person; None: they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed (PyTorch's CUDA builds bring it)"
-    if need.device.type != "cuda":
-        if not _interpreted():
-            return f"Triton's kernels need a CUDA device, not {need.device.type}"
-    elif need.capability is None or need.capability < (8, 0):
+    missing = triton_here.problem(need.device)
+    if missing is not None:
+        return missing
+    if need.device.type == "cuda" and (need.capability is None or need.capability < (8, 0)):
         return f"Triton's kernels need compute capability 8.0, the device has {_version(need.capability)}"
     if need.dtype not in _DTYPES:
         return f"no kernel for {need.dtype}: float16, bfloat16 or float32"
@@ -177,12 +175,6 @@ def _launch(
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )
-
-
-def _interpreted() -> bool:
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
 
 
 def _version(capability: tuple[int, int] | None) -> str:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
-from batchjob_kernels import AttnMeta, Context, DeviceLens, Requirements, reference
-from batchjob_kernels import triton_backend as backend
-from batchjob_kernels.triton_kernels import attention_plan, attention_shapes
+from batchjob_kernels import AttnMeta, Context, DeviceLens, Requirements, reference, triton_here  # noqa: E402
+from batchjob_kernels import triton_backend as backend  # noqa: E402
+from batchjob_kernels.triton_kernels import attention_plan, attention_shapes  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FP8 = torch.float8_e4m3fn
@@ -398,6 +398,12 @@ def need(**changes: Any) -> Requirements:
     return replace(plain, **changes)
 
 
+class NoCompiler:
+    @property
+    def active(self) -> Any:
+        raise RuntimeError("Failed to find one\nin PATH")
+
+
 def test_says_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend.refusal(need()) is None
     assert backend.refusal(need(windows=True, softcap=True, sinks=True, deterministic=True)) is None
@@ -416,10 +422,14 @@ def test_says_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
         assert reason is not None
         assert words in reason
     on_cpu = need(device=torch.device("cpu"), capability=None)
-    monkeypatch.setattr(backend, "_interpreted", lambda: True)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     assert backend.refusal(on_cpu) is None
-    monkeypatch.setattr(backend, "_interpreted", lambda: False)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     assert "need a CUDA device" in str(backend.refusal(on_cpu))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(triton_here, "_driver_problem", triton_here._driver_problem.__wrapped__)
+    monkeypatch.setattr(triton.runtime, "driver", NoCompiler())
+    assert "needs a C compiler and Python's header files: Failed to find one" in str(backend.refusal(need()))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "Triton is not installed" in str(backend.refusal(need()))
 
