@@ -153,10 +153,16 @@ def _bits(spec: JobSpec, settings: Settings) -> dict[str, Any]:
     is_cpu = settings.device == "cpu"
     return {
         "attention_backend": spec.attention_backend,
-        "device": f"{platform.machine()}, {len(os.sched_getaffinity(0))} CPUs" if is_cpu else _gpu_names(),
+        "device": _cpus() if is_cpu else _gpu_names(),
         "torch": version("torch"),
         "transformers": version("transformers"),
     }
+
+
+def _cpus() -> str:
+    """Several workers on one CPU are told their share of the threads in OMP_NUM_THREADS."""
+    threads = os.environ.get("OMP_NUM_THREADS")
+    return f"{platform.machine()}, {len(os.sched_getaffinity(0))} CPUs" + (f", {threads} threads" if threads else "")
 
 
 def _gpu_names() -> str:
