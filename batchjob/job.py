@@ -307,6 +307,7 @@ def _work(
             kv_cache_dtype=spec.kv_cache_dtype,
             cuda_graphs=spec.cuda_graphs,
             async_scheduling={"auto": None, "on": True, "off": False}[spec.async_scheduling],
+            admission_interval=spec.admission_interval,
             decode_steps_per_launch=spec.decode_steps_per_launch,
             deterministic=spec.deterministic,
             tensor_parallel=spec.tensor_parallel,
@@ -362,7 +363,7 @@ def _attempt_info(spec: JobSpec, task: SlurmTask | None, assignment: Assignment)
     """What may differ between attempts, kept as a record."""
     names = (
         "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory", "attention_backend", "cuda_graphs",
-        "async_scheduling", "decode_steps_per_launch", "tensor_parallel",
+        "async_scheduling", "admission_interval", "decode_steps_per_launch", "tensor_parallel",
     )  # fmt: skip
     free = {name: getattr(spec, name) for name in names}
     return {

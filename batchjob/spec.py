@@ -157,6 +157,12 @@ class JobSpec:
         choices=("auto", "on", "off"),
         section="engine",
     )
+    admission_interval: int | None = _f(
+        None,
+        "Steps between two admissions of new rows while nearly all of --max-num-seqs are taken: steps with prompts in them "
+        "cannot be CUDA graphs. [default: 8 with CUDA graphs, else 1]",
+        section="engine",
+    )
     decode_steps_per_launch: int = _f(
         1,
         "Decode steps that are started at once, without waiting for the tokens of each. Rows that end in between are computed "
@@ -297,6 +303,10 @@ class JobSpec:
             (
                 1 <= self.decode_steps_per_launch <= 64,
                 f"--decode-steps-per-launch must be from 1 to 64, not {self.decode_steps_per_launch}",
+            ),
+            (
+                self.admission_interval is None or self.admission_interval >= 1,
+                f"--admission-interval must be at least 1, not {self.admission_interval}",
             ),
             (self.tensor_parallel >= 1, f"--tensor-parallel must be at least 1, not {self.tensor_parallel}"),
             (

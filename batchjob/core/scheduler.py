@@ -23,6 +23,7 @@ from batchjob.core.plan import Slice, StepPlan
 from batchjob.core.sequence import Sequence, SequenceState
 from batchjob.records import Request, RowError
 
+_FREE_SLOTS_SHARE = 16  # with at least one in so many slots free, rows are admitted on every step
 _MAX_LOOK_AHEAD = 64  # rows that one step may pass over because their prefix is being computed: bounds its cost
 
 
@@ -44,7 +45,13 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         prefix_caching: bool = True,
+        admission_interval: int = 1,
     ) -> None:
+        """`admission_interval`: while nearly all slots are taken, new rows are let in once in so many steps only.
+
+        A device that replays steps of decodes alone faster than others gains by that: otherwise, with hundreds of
+        slots, some row ends and another enters on almost every step.
+        """
         if min(max_num_seqs, max_num_batched_tokens, max_model_len) < 1:
             raise ValueError("max_num_seqs, max_num_batched_tokens and max_model_len must be at least 1")
         self.pool = pool
@@ -52,6 +59,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.prefix_caching = prefix_caching
+        self.admission_interval = admission_interval
 
         self.overgrown: list[Sequence] = []  # ended by the last schedule(): they need more blocks than there are
         self.num_preemptions = 0
@@ -65,6 +73,7 @@ class Scheduler:
         self._num_growing = 0  # running sequences that may yet need another block
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._pending: set[bytes] = set()  # digests of blocks that running sequences have yet to compute
+        self._num_since_admission = 0  # steps
         self._stuck: tuple[Sequence, int] | None = None  # head of the queue and the free blocks it lacked
 
     @property
@@ -129,7 +138,7 @@ class Scheduler:
         budget = self.max_num_batched_tokens - len(decodes)
         for seq in started:
             budget = self._prefill(seq, prefills, budget)
-        if self.num_preemptions == num_preemptions:
+        if self.num_preemptions == num_preemptions and self._is_time_to_admit(bool(prefills) or not decodes):
             self._admit(prefills, budget)
         if not decodes and not prefills:
             return None
@@ -261,6 +270,17 @@ class Scheduler:
         seq.slot = -1
 
     # -- admission
+
+    def _is_time_to_admit(self, has_prompts_anyway: bool) -> bool:
+        self._num_since_admission += 1
+        if (
+            has_prompts_anyway
+            or self._num_since_admission >= self.admission_interval
+            or len(self._free_slots) * _FREE_SLOTS_SHARE >= self.max_num_seqs
+        ):
+            self._num_since_admission = 0
+            return True
+        return False
 
     def _admit(self, slices: list[Slice], budget: int) -> None:
         """New rows from the head of the queue, while there are tokens, slots and blocks for them.

@@ -32,6 +32,7 @@ class EngineConfig:
     fuse: bool = True  # swap parts of the model for faster ones where they give the same
     cuda_graphs: bool = True  # replay decode steps as CUDA graphs; no effect on a CPU
     async_scheduling: bool | None = None  # start the next step before the last one's tokens are known; None: on a GPU
+    admission_interval: int | None = None  # steps between admissions while slots are scarce; None: the runner decides
     decode_steps_per_launch: int = 1  # decode steps that the host starts at once
     deterministic: bool = False  # results that do not depend, in any bit, on what else is in a step
     tensor_parallel: int = 1  # processes that hold a share of the model each
@@ -51,6 +52,7 @@ class Capacity:
     max_num_batched_tokens: int
     vocab_size: int  # width of the logits
     description: str  # one line for the header: device, dtype, KV memory
+    admission_interval: int = 1  # steps between admissions of new rows while slots are scarce
     async_scheduling: bool = False  # a step may be started before the tokens of the one before it are known
 
 

@@ -68,6 +68,7 @@ class Engine:
             max_num_batched_tokens=capacity.max_num_batched_tokens,
             max_model_len=config.max_model_len,
             prefix_caching=config.prefix_caching,
+            admission_interval=capacity.admission_interval,
         )
         self._eos = frozenset(config.eos_token_ids)
         self._suspects = {*config.eos_token_ids, _NO_TOKEN}  # tokens that may end a row; others are not looked at

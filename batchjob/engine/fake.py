@@ -39,6 +39,7 @@ def fake_capacity(config: EngineConfig) -> Capacity:
         max_num_seqs=config.halved(config.max_num_seqs or 256),
         max_num_batched_tokens=config.halved(config.max_num_batched_tokens or 8192),
         vocab_size=VOCAB_SIZE,
+        admission_interval=config.admission_interval or 1,
         async_scheduling=bool(config.async_scheduling),
         description=f"fake, no model, {num_blocks * block_size} tokens of KV",
     )

@@ -1,5 +1,7 @@
 """The catch-up rule under each of its budgets, one example per rule. Rows end at `max_len`."""
 
+import random
+
 import pytest
 
 from batchjob.core import BlockPool, Scheduler, SequenceState
@@ -174,6 +176,36 @@ def test_drop_waiting_takes_out_all_that_does_not_run(make_runner, make_request)
     assert {seq.state for seq in dropped} == {SequenceState.FINISHED}
     runner.run()
     assert list(runner.outputs) == [(0, 0)]
+
+
+def test_rows_may_be_let_in_less_often_while_slots_are_scarce(make_runner, make_request):
+    """Most steps are of decodes alone then, for a few steps more in all."""
+    rng = random.Random(0)
+    requests = [make_request(row, range(row, row + 9), max_tokens=rng.randint(10, 90)) for row in range(400)]
+    num_steps, num_mixed = {}, {}
+    for interval in (1, 8):
+        runner = make_runner(
+            num_blocks=4096,
+            max_num_seqs=64,
+            max_num_batched_tokens=512,
+            admission_interval=interval,
+            checked=False,
+        )
+        runner.add(*requests)
+        num_mixed[interval] = 0
+        while (plan := runner.step()) is not None:
+            num_mixed[interval] += any(stop - start > 1 for _, start, stop in plan)
+        num_steps[interval] = runner.num_steps
+        assert runner.outputs == {(r.row_index, 0): runner.model.answer(r, r.params.max_tokens) for r in requests}
+    assert num_mixed[8] < 0.45 * num_mixed[1]
+    assert num_steps[8] < 1.06 * num_steps[1]
+
+
+def test_rows_are_let_in_at_once_where_slots_are_free_or_nothing_else_runs(make_runner, make_request):
+    runner = make_runner(max_num_seqs=4, admission_interval=100)
+    runner.add(*(make_request(row, range(9), max_tokens=5) for row in range(9)))
+    runner.run()
+    assert len(runner.outputs) == 9
 
 
 def test_commit_wants_one_token_for_each_slice_that_samples(make_request):

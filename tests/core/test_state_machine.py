@@ -28,6 +28,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ahead=st.booleans(),
         num_steps=st.integers(1, 5),
         eos=st.sampled_from([None, 0]),
+        admission_interval=st.sampled_from([1, 3]),
     )
     def start(self, num_blocks, block_size, **settings):
         self.runner = self.make_runner(num_blocks, block_size, max_model_len=40, **settings)
