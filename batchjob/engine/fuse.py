@@ -10,6 +10,7 @@ that of the model.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from batchjob.engine.fused_blocks import FusedAttention, FusedLayer, FusedMLP, F
 from batchjob.engine.packed_linear import PackedLinear, can_pack, pack_linear
 
 __all__ = ["PackedLinear", "fuse", "pack_linear"]
+
+logger = logging.getLogger(__name__)
 
 # Greatest difference, as a share of the largest number of an ordinary row. Float32 differs by the order of sums. With
 # 16 bits, Transformers rounds between operations that are one here. Each rounding is off by half a unit in the last
@@ -120,7 +123,11 @@ def _replace(module: nn.Module, path: str, part: nn.Module, builder: Builder, re
             output = new(*_copy(given.args), **_copy(given.kwargs))
         if not _equal(output, given.output):
             return False
-    except Exception:  # of another structure than the builder expects; the part stays as it is
+    except torch.AcceleratorError:  # nothing works on the device after that
+        raise
+    except Exception as error:  # of another structure than the builder expects; the part stays as it is
+        if type(error).__module__.startswith("triton"):
+            logger.warning("%s stays as it is, its kernel fails: %s", path, (str(error).splitlines() or [error])[0])
         return False
     module.set_submodule(path, new)
     return True
