@@ -70,6 +70,12 @@ def write_job(
         echo(f"warning: the job has {num_chunks:,} chunks: more than that many tasks have nothing to do")
     if job.settings.model is not None and spec.dtype == "auto" and job.settings.device == "cpu":
         echo("warning: no option asks for a GPU, so the dtype is float32 as for a CPU; --dtype says otherwise")
+    if spec.deterministic:
+        pinned = job.store.manifest.fingerprint["deterministic"]["device"]
+        echo(
+            f"warning: --deterministic pins the hardware, and that of this machine is {pinned}: tasks on other "
+            "hardware end with exit code 78. Where nodes differ from it, plan on one of them (srun)"
+        )
     for warning in _site_warnings(spec, options):
         echo(f"warning: {warning}")
     scripts = Scripts(

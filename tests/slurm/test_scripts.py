@@ -224,6 +224,14 @@ def test_the_dtype_is_that_of_the_nodes_not_of_this_machine(
     assert ("no option asks for a GPU" in text) == (dtype == "float32")
 
 
+@pytest.mark.usefixtures("site", "source")
+def test_the_hardware_of_a_deterministic_job_is_that_of_this_machine(tmp_path: Path) -> None:
+    text = slurm(*JOB, "--array", "2", "--deterministic")
+    manifest = json.loads((tmp_path / "out" / ".batchjob" / "job.json").read_text())
+    pinned = manifest["fingerprint"]["deterministic"]["device"]
+    assert f"--deterministic pins the hardware, and that of this machine is {pinned}: " in text
+
+
 # -- compressed input
 
 
