@@ -49,10 +49,12 @@ def _capture(calls: Sequence[Callable[[], object]]) -> tuple[Callable[[], object
             call()
 
     graph = torch.cuda.CUDAGraph()
+    current = torch.cuda.current_stream()
     try:
         with torch.cuda.graph(graph):
             run()
     except RuntimeError:
+        torch.cuda.set_stream(current)  # a capture that fails leaves its own one
         torch.cuda.synchronize()
         return run, False
     graph.replay()

@@ -127,7 +127,8 @@ def _replace(module: nn.Module, path: str, part: nn.Module, builder: Builder, re
         raise
     except Exception as error:  # of another structure than the builder expects; the part stays as it is
         if type(error).__module__.startswith("triton"):
-            logger.warning("%s stays as it is, its kernel fails: %s", path, (str(error).splitlines() or [repr(error)])[0])
+            reason = (str(error).splitlines() or [repr(error)])[0]
+            logger.warning("%s stays as it is, its kernel fails: %s", path, reason)
         return False
     module.set_submodule(path, new)
     return True
