@@ -10,10 +10,11 @@ import platform
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchjob import __version__
 from batchjob.devices import only_device
 from batchjob.errors import UsageError
 from batchjob.sampling import SamplingParams
@@ -154,9 +155,16 @@ def _bits(spec: JobSpec, settings: Settings) -> dict[str, Any]:
     return {
         "attention_backend": spec.attention_backend,
         "device": _cpus() if is_cpu else _gpu_names(),
-        "torch": version("torch"),
-        "transformers": version("transformers"),
+        "batchjob": __version__,
+        **{package: _version(package) for package in ("torch", "transformers", "triton")},
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _cpus() -> str:

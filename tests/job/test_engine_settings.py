@@ -10,6 +10,7 @@ import pyarrow.parquet
 import pytest
 
 import batchjob
+from batchjob import prepare
 from batchjob.errors import ConfigMismatchError, EngineError, UsageError
 
 Write = Callable[[Path, Iterable[Any]], Path]
@@ -74,15 +75,20 @@ def test_settings_that_change_results_are_pinned(
         run(tiny_llama, prompts, tmp_path / "out", **settings)
 
 
-def test_a_deterministic_job_pins_the_threads_of_its_workers(
+def test_a_deterministic_job_pins_threads_and_versions(
     tiny_llama: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the supervisor gives them to several workers on one CPU."""
+    """Threads as the supervisor gives them to several workers on one CPU."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     run(tiny_llama, prompts, tmp_path / "out", deterministic=True, max_tokens=1)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     with pytest.raises(ConfigMismatchError, match=r'deterministic\.device: .* 1 threads" → .* 2 threads"'):
         run(tiny_llama, prompts, tmp_path / "out", deterministic=True, max_tokens=1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(prepare, "_version", lambda package: "another")
+    for package in ("torch", "transformers", "triton"):
+        with pytest.raises(ConfigMismatchError, match=rf"deterministic\.{package}: .* → \"another\""):
+            run(tiny_llama, prompts, tmp_path / "out", deterministic=True, max_tokens=1)
 
 
 def test_a_backend_that_cannot_be_used_says_why_and_what_to_change(
