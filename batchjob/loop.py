@@ -77,6 +77,7 @@ class Loop:
         self._lease = lease
         self._time_limit = time_limit
         self._pace = Pace()
+        self._num_steps = 0
         self._next_time_check = 0.0
         self._flush_interval = flush_interval
         self._order = order
@@ -303,7 +304,10 @@ class Loop:
             return
         started = time.monotonic()
         completions = self._engine.step()
-        self._pace.step(time.monotonic() - started)
+        num_steps = self._engine.stats.num_steps - self._num_steps  # of the device; their tokens are here now
+        if num_steps:
+            self._num_steps += num_steps
+            self._pace.step((time.monotonic() - started) / num_steps)
         if self.first_token_at is None and self._engine.stats.num_sampled:
             self.first_token_at = time.monotonic()
         for completion in completions:

@@ -116,6 +116,30 @@ def num_sampled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
+@pytest.mark.usefixtures("num_sampled")
+@pytest.mark.parametrize(("steps_per_launch", "ahead"), [(1, "off"), (4, "off"), (1, "on")])
+def test_the_pace_is_that_of_a_step_however_many_are_started_at_once(
+    steps_per_launch: int, ahead: str, tmp_path: Path, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fake engine takes 50 ms for each launch, and runs a launch before it returns."""
+    seconds: list[float] = []
+    monkeypatch.setattr(Pace, "step", lambda self, step_seconds: seconds.append(step_seconds))
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "row"}])
+    spec = batchjob.JobSpec(
+        engine="fake",
+        input=(str(source),),
+        output=str(tmp_path / "out"),
+        max_tokens=9,
+        ignore_eos=True,
+        decode_steps_per_launch=steps_per_launch,
+        async_scheduling=ahead,
+        progress="none",
+    )
+    assert batchjob.run(spec, echo=lambda line: None).exit_code == 0
+    launch = sorted(seconds)[len(seconds) // 2]  # a prompt, and 8 steps in launches
+    assert 0.05 / steps_per_launch <= launch < 0.1 / steps_per_launch
+
+
 def test_a_run_ends_in_time_with_nothing_begun_in_vain(
     tmp_path: Path, write_jsonl: Write, num_sampled: list[int]
 ) -> None:
