@@ -24,7 +24,8 @@ class KVCache:
     """`layers[i]` is [num_blocks + 1, 2, num_kv_heads, block_size, head_dim], keys first (see batchjob_kernels.meta).
 
     Zeroed once: what is masked is still read, and a NaN left in fresh memory would survive a multiplication by zero.
-    The last block, `null_block`, is never written; block tables are padded with it.
+    The last block, `null_block`, is nobody's: block tables are padded with it, and rows that only fill up a step write
+    to it.
     """
 
     def __init__(
