@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from batchjob.core import BlockPool, Scheduler
+
 
 def answers(runner, requests, eos=None):
     return {(r.row_index, r.sample_index): runner.model.answer(r, r.params.max_tokens, eos) for r in requests}
@@ -81,7 +83,7 @@ def test_a_row_with_stop_strings_gets_one_step_at_a_time(make_runner, make_reque
     assert num_plans == runner.num_steps == 8
 
 
-def test_a_preempted_row_waits_until_its_token_in_flight_is_known(make_runner, make_request):
+def test_a_row_that_is_preempted_with_a_token_in_flight_loses_none(make_runner, make_request):
     runner = make_runner(num_blocks=6, block_size=4, ahead=True)
     requests = [make_request(row, [row] * 4, max_tokens=14) for row in range(2)]
     runner.add(*requests)
@@ -91,3 +93,22 @@ def test_a_preempted_row_waits_until_its_token_in_flight_is_known(make_runner, m
     runner.run()
     assert second.num_in_flight == 0
     assert runner.outputs == answers(runner, requests)
+
+
+def test_a_preempted_row_waits_until_its_tokens_in_flight_are_known(make_request):
+    """However far ahead: its next prompt has them in it."""
+    scheduler = Scheduler(BlockPool(6, 4), max_num_seqs=2, max_num_batched_tokens=64, max_model_len=100)
+    for row in range(2):
+        scheduler.add(make_request(row, [row] * 4, max_tokens=14))
+    plans = []
+    while not scheduler.num_preemptions:
+        plans.append(scheduler.schedule())
+    first, second = (piece.seq for piece in plans[0].slices)
+    assert second.num_in_flight == len(plans) - 1
+    plans.append(scheduler.schedule())
+    assert scheduler.num_waiting == 1, "there is room for the tokens that are known"
+    for plan in plans:
+        scheduler.commit(plan, [7] * len(plan.sampled))
+    scheduler.finish(first)
+    [piece] = scheduler.schedule().slices
+    assert (piece.seq, piece.stop) == (second, 4 + len(plans) - 2)
