@@ -18,7 +18,7 @@ BACKENDS = {
     "reference": "reference",
 }
 # By device. `cuda` is not among them until it has been measured to be faster than `triton`.
-_PREFERENCE = {"cuda": ("triton", "flash", "fixed", "gather", "reference"), "cpu": ("gather", "fixed", "reference")}
+_PREFERENCE = {"cuda": ("triton", "flash", "gather", "fixed", "reference"), "cpu": ("gather", "fixed", "reference")}
 
 
 class Selection(NamedTuple):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchjob_kernels import AttnMeta, DeviceLens, Requirements, flash_backend, reference
+from batchjob_kernels import AttnMeta, DeviceLens, Requirements, flash_backend, reference, triton_here
 from batchjob_kernels.select import BACKENDS, backend, select
 
 CPU = Requirements(
@@ -44,6 +44,14 @@ def test_what_was_passed_over_is_named_with_its_reason() -> None:
     selection = select("auto", replace(CPU, kv_dtype=torch.float8_e4m3fn))
     assert selection.name == "fixed"
     assert "not gather: it reads keys and values of the queries' type only" in selection.reason
+
+
+def test_a_gpu_without_a_compiler_for_triton_still_has_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_here, "problem", lambda device: "no C compiler")
+    need = replace(H200, block_size=16)
+    assert select("auto", need).name == "gather"
+    assert "not triton: no C compiler" in select("auto", need).reason
+    assert select("auto", replace(need, deterministic=True)).name == "fixed"
 
 
 def test_a_backend_that_cannot_be_used_says_why() -> None:
