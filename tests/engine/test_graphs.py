@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,6 +92,72 @@ def test_padded_batches_give_the_tokens_of_plain_ones(tmp_path: Path, monkeypatc
         assert actual == expected
         assert {size for size, _ in sizes} <= {1, 2, 4, 8, 13}
         assert any(used < size for size, used in sizes)
+
+
+class PlayedCuda:
+    """Stands in for `torch.cuda`. A capture runs its step; a replay does nothing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stream_now = self.main = self.Stream()
+        self.captured_on: list[Any] = []
+        for name in ("Stream", "stream", "graph", "set_stream"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.stream_now)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+
+    class Stream:
+        def wait_stream(self, other: Any) -> None:
+            pass
+
+    def set_stream(self, stream: Any) -> None:
+        self.stream_now = stream
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, self.stream_now = self.stream_now, stream
+        yield
+        self.stream_now = before
+
+    @contextmanager
+    def graph(self, graph: Any, *, pool: Any, stream: Any) -> Iterator[None]:
+        assert pool == "pool"
+        before, self.stream_now = self.stream_now, stream
+        self.captured_on.append(stream)
+        yield  # as PyTorch's, it stays on the stream where the end of the capture fails
+        self.stream_now = before
+
+
+def played_batch(size: int) -> Any:
+    return SimpleNamespace(rows=torch.zeros(size, dtype=torch.int64), dummy=9)
+
+
+def test_graphs_share_one_stream_and_one_tensor_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = PlayedCuda(monkeypatch)
+    graphs = DecodeGraphs(played_batch, lambda batch: torch.full((len(batch.rows), 5), float(len(batch.rows))), 8)
+    for count, size in ((3, 4), (8, 8), (1, 1), (2, 2)):
+        logits = graphs.run(torch.arange(count))
+        assert logits is not None
+        assert torch.equal(logits, torch.full((count, 5), float(size)))
+    assert graphs.num_captured == 4
+    assert len({captured.logits.data_ptr() for captured in graphs._captured.values()}) == 1
+    assert len(set(map(id, cuda.captured_on))) == 1
+    assert cuda.stream_now is cuda.main
+
+
+def test_after_a_capture_that_failed_work_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = PlayedCuda(monkeypatch)
+
+    def run(batch: Any) -> torch.Tensor:
+        if cuda.captured_on:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return torch.zeros(len(batch.rows), 5)
+
+    graphs = DecodeGraphs(played_batch, run, 8)
+    assert graphs.run(torch.arange(3)) is None
+    assert graphs.refused == "operation not permitted when stream is capturing"
+    assert cuda.stream_now is cuda.main
 
 
 def test_the_reason_against_graphs_is_the_first_error() -> None:
