@@ -168,3 +168,25 @@ def test_a_decode_step_of_the_same_rows_sends_their_new_blocks_only(
         engine.step()
     decodes = [size for is_decode, size in sent if is_decode]
     assert decodes == [3 + 6, 0, 0, 0, 6, 0, 0, 0, 6, 0, 0, 0]
+
+
+@pytest.mark.parametrize("way", [{}, *WAYS], ids=lambda way: ",".join(way))
+def test_a_row_without_finite_logits_fails_alone(way: dict[str, Any], model_path: Path) -> None:
+    """Its token of -1 is in flight when the next step starts, and must reach no embedding."""
+    config = EngineConfig(max_model_len=64, max_num_seqs=4, block_size=BLOCK_SIZE, eos_token_ids=(2,), **way)
+    runner = TorchRunner(model_path, config)
+    with torch.no_grad():
+        runner._model.module.get_input_embeddings().weight[50] = float("nan")
+    engine = Engine(runner, Letters(), config)
+    params = SamplingParams(max_tokens=9, ignore_eos=True, logit_bias=((50, -100.0),))
+    prompts = [[5, 6, 7], [8, 50], [9], [10, 11, 12, 13, 14]]
+    for row, prompt in enumerate(prompts):
+        engine.add(Request(row, 0, prompt, params, stream=row))
+    done: dict[int, Completion] = {}
+    while engine.has_unfinished():
+        done.update({completion.row_index: completion for completion in engine.step()})
+    failed = done.pop(1)
+    assert failed.error is not None
+    assert failed.error.type == "engine_error"
+    assert failed.token_ids == []
+    assert all(completion.error is None and len(completion.token_ids) == 9 for completion in done.values())
