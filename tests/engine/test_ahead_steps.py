@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from batchjob.engine import Engine, EngineConfig
+from batchjob.engine.device_state import DeviceState
 from batchjob.engine.runner import TorchRunner
 from batchjob.records import Completion, Request
 from batchjob.sampling import SamplingParams
@@ -190,3 +191,16 @@ def test_a_row_without_finite_logits_fails_alone(way: dict[str, Any], model_path
     assert failed.error.type == "engine_error"
     assert failed.token_ids == []
     assert all(completion.error is None and len(completion.token_ids) == 9 for completion in done.values())
+
+
+def test_the_row_of_nobody_stays_as_it_is_however_often_it_is_used() -> None:
+    state = DeviceState(max_num_seqs=2, max_blocks_per_seq=2, block_size=4, null_block=9, device=torch.device("cpu"))
+    rows = torch.tensor([state.dummy, 1, state.dummy])
+    for _ in range(5):
+        kv_lens = state.kv_lens[rows]
+        assert kv_lens[0] == kv_lens[2] == 1
+        state.advance(rows, torch.tensor([5, 6, -1]), kv_lens)
+        assert state.write_slots(rows, kv_lens.long() - 1)[[0, 2]].tolist() == [9 * 4, 9 * 4]
+    assert state.kv_lens.tolist() == [1, 6, 1]
+    assert state.last_tokens[1] == 6
+    assert state.last_tokens[state.dummy] >= 0
