@@ -47,6 +47,8 @@ class StepContext:
     cache: KVCache | None = None
     backend: ModuleType | None = None
     calls: list[LayerCall] = field(default_factory=list)
+    watches: bool = False  # whether `broken` is wanted
+    broken: Tensor | None = None  # bool [num_tokens]: the model's last hidden state is not finite there
     _rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def rotation(self, cos: Tensor, sin: Tensor) -> Tensor:

@@ -60,16 +60,21 @@ class FixedRows:
         kept = keep.tolist()
         parts: list[Tensor] = []
         order: list[int] = []  # rows of `parts`, as rows of the step
+        broken: list[Tensor] = []
         with alone(), repeatable():
             for block in _blocks(step.meta, step.cache.null_block):
                 wanted = [row for row in kept if block.start <= row < block.stop]
                 # Logits of all rows or of none, so that they too are products of one shape.
                 rows = torch.arange(ROWS if wanted else 0, device=input_ids.device)
-                own = StepContext(block.meta, step.cache, self._backend)
+                own = StepContext(block.meta, step.cache, self._backend, watches=step.watches)
                 ids = block.padded(input_ids)
                 logits = self._model.forward(ids, block.padded(positions), rows, own)
                 parts.append(logits[[row - block.start for row in wanted]])
                 order += wanted
+                if own.broken is not None:
+                    broken.append(own.broken[: block.stop - block.start])
+        if broken:
+            step.broken = torch.cat(broken)
         place = {row: index for index, row in enumerate(order)}
         return torch.cat(parts)[[place[row] for row in kept]]
 

@@ -22,6 +22,11 @@ from batchjob.engine.sampler import first_largest
 __all__ = ["DeviceSampler", "SampleMode"]
 
 
+def penalty_bytes(vocab_size: int, max_num_seqs: int) -> int:
+    """Of the token counts that the first row with penalties brings: memory that the KV cache must leave."""
+    return 4 * vocab_size * (max_num_seqs + 1)
+
+
 class DeviceSampler:
     """Sampling settings by slot, and the sampler over them.
 
@@ -42,7 +47,6 @@ class DeviceSampler:
         self._ops: ModuleType | None = None
         if use_triton:  # where Triton is missing, nothing else here needs it
             self._ops = import_module("batchjob_kernels.sampling_ops")
-        self.penalty_bytes = 4 * vocab_size * (max_num_seqs + 1)  # of the counts that the first penalised row brings
 
     def admit(self, seq: Sequence) -> None:
         """Stages the settings of a sequence that has just got `seq.slot`; of a penalised one its tokens, too."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from batchjob.engine.attention import StepContext
+from batchjob.engine.broken_blocks import BrokenBlocks
 from batchjob.engine.device_state import DeviceState
 from batchjob.engine.graphs import DecodeGraphs
 from batchjob.engine.kv_cache import KVCache
@@ -88,6 +89,7 @@ class DeviceSteps:
         self._state = state
         self._has_device_lens = has_device_lens
         self._deterministic = deterministic
+        self._broken = BrokenBlocks(cache)
         self._batch: DecodeBatch | None = None  # of the last decode step without a graph
         self.graphs = DecodeGraphs(self._make_batch, self._run_batch, max_num_seqs) if use_graphs else None
 
@@ -102,6 +104,7 @@ class DeviceSteps:
             return torch.empty(1, 0, dtype=torch.int64, device=state.device)
         rows, kv_lens = parts["rows"].long()[sampled], parts["stops"][sampled]
         tokens, _ = draw(logits, rows, state.num_output_tokens(rows, kv_lens), needs_ended=False)
+        tokens = torch.where(self._broken.read_by(state.block_table[rows], kv_lens), -1, tokens)
         state.advance(rows, tokens, kv_lens)
         return tokens[None]
 
@@ -123,7 +126,9 @@ class DeviceSteps:
         if not self._has_device_lens:
             positions = kv_lens.long() - 1
             meta = self._meta(inputs, rows, kv_lens, positions, rows, step)
-            return self._call(state.last_tokens[rows], positions, torch.arange(size, device=state.device), meta)
+            self._broken.begin(meta.slots)
+            keep = torch.arange(size, device=state.device)
+            return self._call(state.last_tokens[rows], positions, keep, self._context(meta))
         if self.graphs is not None:
             logits = self.graphs.run(rows)
             if logits is not None:
@@ -139,7 +144,13 @@ class DeviceSteps:
         decode_at = parts["decode_at"].long()
         ids.index_copy_(0, decode_at, state.last_tokens[token_rows[decode_at]])
         meta = self._meta(inputs, token_rows, parts["stops"], positions, parts["rows"].long(), 0, parts["query_starts"])
-        return self._call(ids, positions, parts["keep"].long(), meta)
+        step = self._context(meta)
+        step.watches = True
+        logits = self._call(ids, positions, parts["keep"].long(), step)
+        self._broken.begin(meta.slots)
+        assert step.broken is not None
+        self._broken.note(meta.slots, step.broken)
+        return logits
 
     def _meta(
         self,
@@ -170,8 +181,10 @@ class DeviceSteps:
             meta.block_table = state.block_table[rows]
         return meta
 
-    def _call(self, ids: Tensor, positions: Tensor, keep: Tensor, meta: AttnMeta) -> Tensor:
-        step = StepContext(meta, self._cache, self._backend)
+    def _context(self, meta: AttnMeta) -> StepContext:
+        return StepContext(meta, self._cache, self._backend)
+
+    def _call(self, ids: Tensor, positions: Tensor, keep: Tensor, step: StepContext) -> Tensor:
         return retry_without_cached_memory(lambda: self._forward(ids, positions, keep, step))
 
     # -- a decode step as a whole, for graphs
@@ -184,4 +197,5 @@ class DeviceSteps:
     def _run_batch(self, batch: DecodeBatch) -> Tensor:
         batch.fill(self._state)
         batch.meta.plans.clear()  # some hold copies of the tensors that were filled: a graph has to make them itself
-        return self._call(batch.ids, batch.positions, batch.keep, batch.meta)
+        self._broken.begin(batch.slots)
+        return self._call(batch.ids, batch.positions, batch.keep, self._context(batch.meta))

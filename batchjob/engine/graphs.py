@@ -33,7 +33,7 @@ MAX_GRAPHS = 24
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes with a graph of their own, ascending, at most 24: 1, 2, 4, then in steps of at most an eighth of the
-    size (a quarter where that would be too many), so that little is computed for rows that only fill up."""
+    size (a quarter, or half, where that would be too many), so that little is computed for rows that only fill up."""
     for parts in (8, 4, 2):
         sizes = [size for size in (1, 2, 4) if size < max_num_seqs]
         size = step = 8
@@ -84,8 +84,10 @@ class DecodeGraphs:
         """Captures the graph of a size. None where the model cannot be captured; it is not tried again then."""
         if self.refused is not None:
             return None
+        batch = self._make_batch(size)
+        self._warm_up(batch)  # outside of the try: what fails here is no matter of graphs
         try:
-            self._captured[size] = self._record(self._make_batch(size))
+            self._captured[size] = self._record(batch)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -97,20 +99,24 @@ class DecodeGraphs:
             return None
         return self._captured[size]
 
-    def _record(self, batch: DecodeBatch) -> Captured:
+    def _warm_up(self, batch: DecodeBatch) -> None:
+        """Compiles kernels, and makes what the graphs share: their pool, their stream, the logits that all write."""
         current = torch.cuda.current_stream()
         if self._pool is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         assert self._stream is not None
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            logits = self._run_batch(batch)  # compiles kernels
+            logits = self._run_batch(batch)
         current.wait_stream(self._stream)
         torch.cuda.synchronize()
         if self._logits is None:
             self._logits = logits.new_empty(self.sizes[-1], logits.shape[1])
+
+    def _record(self, batch: DecodeBatch) -> Captured:
+        assert self._logits is not None
+        current = torch.cuda.current_stream()
         out = self._logits[: len(batch.rows)]
-        del logits
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):

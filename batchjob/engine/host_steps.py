@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from batchjob.core.plan import StepPlan
 from batchjob.engine.attention import StepContext
+from batchjob.engine.broken_blocks import BrokenBlocks
 from batchjob.engine.config import EngineConfig
 from batchjob.engine.kv_cache import KVCache
 from batchjob.engine.model import Forward, LoadedModel
@@ -29,11 +31,20 @@ class HostSteps:
             device=device,
         )
         self._sampler = Sampler(model.vocab_size, config.eos_token_ids, device)
+        self._broken = BrokenBlocks(cache)
 
     def execute(self, plan: StepPlan) -> Tensor:
         """Tokens int64 [1, num_sampled]."""
         assert plan.num_steps == 1
         packed = self._packer.pack(plan)
-        step = StepContext(packed.meta, self._cache, self._backend)
+        meta = packed.meta
+        step = StepContext(meta, self._cache, self._backend, watches=not plan.decode_only)
         logits = self._forward(packed.input_ids, packed.positions, packed.keep, step)
-        return self._sampler.sample(logits, [piece.seq for piece in plan.sampled])[None]
+        tokens = self._sampler.sample(logits, [piece.seq for piece in plan.sampled])
+        self._broken.begin(meta.slots)
+        if step.broken is not None:
+            self._broken.note(meta.slots, step.broken)
+            sequences = packed.sequences
+            kv_lens = torch.tensor(meta.kv_lens, device=meta.slots.device)[sequences]
+            tokens = torch.where(self._broken.read_by(meta.block_table[sequences], kv_lens), -1, tokens)
+        return tokens[None]

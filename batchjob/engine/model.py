@@ -144,7 +144,22 @@ def prepare_model(
     fused = fuse(module, calls, packed, ops=ops) if use_fused else {}
     if fused and not _still_equal(expected, packed):
         return None
+    _watch_hidden_states(module)
     return LoadedModel(module, shapes, expected[0].shape[1], name, backend, fused)
+
+
+def _watch_hidden_states(module: nn.Module) -> None:
+    """Steps that ask for it learn which of their tokens the model made no finite numbers of."""
+
+    def look(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        step = kwargs.get("step")
+        if step is not None and step.watches:
+            step.broken = ~torch.isfinite(output[0][0]).all(dim=1)
+
+    base = module.base_model
+    assert isinstance(base, nn.Module)
+    assert base is not module
+    base.register_forward_hook(look, with_kwargs=True)
 
 
 def _still_equal(expected: list[Tensor], packed: Callable[[], list[Tensor]]) -> bool:

@@ -22,6 +22,7 @@ class PackedStep:
     input_ids: Tensor  # int64 [num_tokens]
     positions: Tensor  # int64 [num_tokens], from 0 in each sequence
     keep: Tensor  # int64 [num_sampled]: rows whose logits are needed, in the order of plan.sampled
+    sequences: Tensor  # int64 [num_sampled]: the sequences of these, in the order of `meta`
     meta: AttnMeta
 
 
@@ -65,8 +66,13 @@ class Packer:
         last = np.empty(len(order), dtype=np.int64)  # by place in the plan: the row of the slice's last token
         last[order] = ends - 1
         sampled = list(plan.sampled_at)
+        sequences = np.argsort(np.array(order))[sampled]
         return PackedStep(
-            self._tensor(np.array(ids, dtype=np.int64)), self._tensor(positions), self._tensor(last[sampled]), meta
+            self._tensor(np.array(ids, dtype=np.int64)),
+            self._tensor(positions),
+            self._tensor(last[sampled]),
+            self._tensor(sequences),
+            meta,
         )
 
     def _update(self, piece: Slice) -> None:

@@ -19,6 +19,7 @@ from batchjob.core.plan import StepPlan
 from batchjob.engine.ahead_steps import AheadSteps, FollowerSteps
 from batchjob.engine.backends import READ_DEVICE_LENS, choose_backend, fused_ops
 from batchjob.engine.config import Capacity, EngineConfig
+from batchjob.engine.device_sampler import penalty_bytes
 from batchjob.engine.host_steps import HostSteps
 from batchjob.engine.kv_cache import KVCache, bytes_per_block, choose_num_blocks
 from batchjob.engine.memory import bytes_for_cache, largest_step
@@ -138,6 +139,7 @@ class TorchRunner:
                 )
 
             available, tokens = bytes_for_cache(self._device, run if self._group is None else one_try(run), tokens)
+            available = max(0, available - penalty_bytes(model.vocab_size, max_num_seqs))
         blocks_of_longest = -(-config.max_model_len // config.block_size)
         num_blocks = choose_num_blocks(
             bytes_per_block(model.shapes, block_size=config.block_size, dtype=self._kv_dtype),

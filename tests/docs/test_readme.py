@@ -128,6 +128,10 @@ def test_every_flag_that_the_documents_name_exists() -> None:
     known = {flag(field.name) for field in spec_fields()} | {"--help"}
     for command in commands():
         known |= set(re.findall(r"--[a-z][a-z-]+", run_help(command)))
+    help_of_gpu_check = subprocess.run(
+        [sys.executable, "-m", "batchjob.bench.gpu_check", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    known |= set(re.findall(r"--[a-z][a-z-]+", help_of_gpu_check))
     for path in [ROOT / "README.md", *(ROOT / "jobs").glob("*")]:
         text = path.read_text(encoding="utf-8")
         lines = [line for line in text.splitlines() if "batchjob run" in line or path.name == "README.md"]

@@ -82,6 +82,7 @@ def test_padded_batches_give_the_tokens_of_plain_ones(tmp_path: Path, monkeypatc
         return Captured(replay, batch, logits)
 
     monkeypatch.setattr(DecodeGraphs, "_record", record)
+    monkeypatch.setattr(DecodeGraphs, "_warm_up", lambda self, batch: None)
     for module in (ahead_steps, runner):
         monkeypatch.setattr(module, "READ_DEVICE_LENS", {"reference"})
     make = ahead_steps.DeviceSteps
@@ -168,6 +169,7 @@ def test_the_reason_against_graphs_is_the_first_error() -> None:
             raise RuntimeError("operation failed due to a previous error during capture")
 
     graphs = DecodeGraphs(lambda size: None, fail, 8)  # type: ignore[arg-type, return-value]
+    graphs._warm_up = lambda batch: None  # type: ignore[method-assign, assignment]
     graphs._record = fail  # type: ignore[method-assign]
     assert graphs.run(torch.zeros(3, dtype=torch.int64)) is None
     assert graphs.refused == "operation not permitted when stream is capturing"
@@ -178,9 +180,23 @@ def test_a_model_that_cannot_be_captured_runs_without(caplog: pytest.LogCaptureF
         raise RuntimeError("operation not permitted when stream is capturing")
 
     graphs = DecodeGraphs(lambda size: None, fail, 8)  # type: ignore[arg-type, return-value]
+    graphs._warm_up = lambda batch: None  # type: ignore[method-assign, assignment]
     graphs._record = fail  # type: ignore[method-assign]
     assert graphs.run(torch.zeros(3, dtype=torch.int64)) is None
     assert graphs.refused == "operation not permitted when stream is capturing"
     assert "without CUDA graphs" in caplog.text
     assert graphs.run(torch.zeros(3, dtype=torch.int64)) is None
     assert caplog.text.count("without CUDA graphs") == 1
+
+
+def test_an_error_before_the_capture_is_no_reason_against_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a model split over processes, one that goes on without graphs would add to other sums than the others."""
+    PlayedCuda(monkeypatch)
+
+    def fail(batch: Any) -> Any:
+        raise RuntimeError("a sum over processes failed")
+
+    graphs = DecodeGraphs(played_batch, fail, 8)
+    with pytest.raises(RuntimeError, match="a sum over processes failed"):
+        graphs.run(torch.arange(3))
+    assert graphs.refused is None

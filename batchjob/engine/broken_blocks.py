@@ -1,0 +1,35 @@
+"""`BrokenBlocks`: which KV blocks hold a token whose numbers were not finite.
+
+Such keys and values are stored as zero, because masked places are read too. What comes after them would look right and
+be wrong: a row is an error as soon as it reads one, whether it computed the block itself, in whatever parts, or found
+it in the prefix cache. Only prompts need watching; a token that decodes is seen to be broken by its own logits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from batchjob.engine.kv_cache import KVCache
+
+
+class BrokenBlocks:
+    """Flags on the device; nothing here waits for it."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._block_size = cache.block_size
+        self._flags = torch.zeros(cache.num_blocks + 1, dtype=torch.int32, device=cache.layers[0].device)
+
+    def begin(self, slots: Tensor) -> None:
+        """Tokens go to these slots, int64 [n]: a block that gets its first one is a new one."""
+        size = self._block_size
+        self._flags.scatter_reduce_(0, slots // size, (slots % size != 0).int(), "amin")
+
+    def note(self, slots: Tensor, broken: Tensor) -> None:
+        """Which of these tokens are broken, bool [n]."""
+        self._flags.scatter_reduce_(0, slots // self._block_size, broken.int(), "amax")
+
+    def read_by(self, block_table: Tensor, kv_lens: Tensor) -> Tensor:
+        """Whether sequences with these blocks, int [n, max_blocks], and lengths, int [n], read any; bool [n]."""
+        columns = torch.arange(block_table.shape[1], device=block_table.device) * self._block_size
+        return ((self._flags[block_table] > 0) & (columns < kv_lens[:, None])).any(dim=1)
