@@ -118,6 +118,7 @@ def prepare_model(
     module.requires_grad_(False).eval()
     check_rotary(module, max_model_len)
     calls = check_layers(module, packed_forward)
+    _watch_hidden_states(module)
     shapes = [LayerShape(call.num_kv_heads, call.head_dim) for call in calls]
     backend = choose_backend(calls)
     expected = eager_logits(module)
@@ -144,12 +145,11 @@ def prepare_model(
     fused = fuse(module, calls, packed, ops=ops) if use_fused else {}
     if fused and not _still_equal(expected, packed):
         return None
-    _watch_hidden_states(module)
     return LoadedModel(module, shapes, expected[0].shape[1], name, backend, fused)
 
 
 def _watch_hidden_states(module: nn.Module) -> None:
-    """Steps that ask for it learn which of their tokens the model made no finite numbers of."""
+    """Steps that ask for it learn which of their tokens the model made no finite numbers of. Before parts are fused."""
 
     def look(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         step = kwargs.get("step")
@@ -158,8 +158,13 @@ def _watch_hidden_states(module: nn.Module) -> None:
 
     base = module.base_model
     assert isinstance(base, nn.Module)
-    assert base is not module
-    base.register_forward_hook(look, with_kwargs=True)
+    if base is not module:
+        base.register_forward_hook(look, with_kwargs=True)
+    ids = torch.arange(4, device=next(module.parameters()).device)
+    step = StepContext(watches=True)
+    packed_forward(module, ids, ids, ids, step)
+    if step.broken is None or len(step.broken) != len(ids):
+        raise UnsupportedModelError(f"{type(module).__name__} does not show its last hidden states to whoever looks")
 
 
 def _still_equal(expected: list[Tensor], packed: Callable[[], list[Tensor]]) -> bool:
