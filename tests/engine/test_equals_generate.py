@@ -36,6 +36,8 @@ SETTINGS = (
     Setting("small-pool-no-prefix-caching", small_pool=True, prefix_caching=False),
     Setting("reversed", reverse=True),
 )
+# What each setting does is in one of these too; the long form has them one by one.
+FEW = [setting for setting in SETTINGS if setting.name not in ("block-32", "budget-32", "no-prefix-caching")]
 
 
 class Reference:
@@ -143,7 +145,7 @@ def full_reference(smollm2: Path) -> Reference:
     return Reference(smollm2, num_rows=64, max_tokens=128)
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+@pytest.mark.parametrize("setting", FEW, ids=lambda setting: setting.name)
 def test_a_few_rows_equal_generate(short_reference: Reference, setting: Setting) -> None:
     outputs, preempted = run_engine(short_reference, setting)
     assert near_ties(short_reference, outputs) == 0
