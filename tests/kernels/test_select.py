@@ -68,6 +68,7 @@ def test_every_backend_answers_for_any_need(name: str) -> None:
         assert answer is None or len(answer) > 10
 
 
+@pytest.mark.usefixtures("_played")
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
