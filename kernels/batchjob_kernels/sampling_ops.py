@@ -129,7 +129,7 @@ def draw(
             RANDOM=random,
             FILTERED=limits is not None,
             NUM_GROUPS_PAD=triton.next_power_of_2(num_groups),
-            num_warps=4,
+            num_warps=sample_draw.NUM_WARPS,
         )
     return tokens
 
