@@ -159,7 +159,7 @@ class JobSpec:
     )
     admission_interval: int | None = _f(
         None,
-        "Steps between two admissions of new rows while nearly all of --max-num-seqs are taken: steps with prompts in them "
+        "Steps between two admissions of new rows while --max-num-seqs or the KV cache is nearly full: steps with prompts in them "
         "cannot be CUDA graphs. [default: 8 with CUDA graphs, else 1]",
         section="engine",
     )

@@ -23,7 +23,7 @@ from batchjob.core.plan import Slice, StepPlan
 from batchjob.core.sequence import Sequence, SequenceState
 from batchjob.records import Request, RowError
 
-_FREE_SLOTS_SHARE = 16  # with at least one in so many slots free, rows are admitted on every step
+_FREE_SLOTS_SHARE = 16  # with less than one in so many slots free, they are scarce
 _MAX_LOOK_AHEAD = 64  # rows that one step may pass over because their prefix is being computed: bounds its cost
 
 
@@ -47,7 +47,7 @@ class Scheduler:
         prefix_caching: bool = True,
         admission_interval: int = 1,
     ) -> None:
-        """`admission_interval`: while nearly all slots are taken, new rows are let in once in so many steps only.
+        """`admission_interval`: while slots or blocks are scarce, new rows are let in once in so many steps only.
 
         A device that replays steps of decodes alone faster than others gains by that: otherwise, with hundreds of
         slots, some row ends and another enters on almost every step.
@@ -276,7 +276,7 @@ class Scheduler:
         if (
             has_prompts_anyway
             or self._num_since_admission >= self.admission_interval
-            or len(self._free_slots) * _FREE_SLOTS_SHARE >= self.max_num_seqs
+            or (self._stuck is None and len(self._free_slots) * _FREE_SLOTS_SHARE >= self.max_num_seqs)
         ):
             self._num_since_admission = 0
             return True

@@ -201,6 +201,26 @@ def test_rows_may_be_let_in_less_often_while_slots_are_scarce(make_runner, make_
     assert num_steps[8] < 1.06 * num_steps[1]
 
 
+def test_rows_are_let_in_less_often_while_blocks_are_scarce_too(make_runner, make_request):
+    """With more slots than the cache has room for, it is blocks that a row waits for."""
+    requests = [make_request(row, range(row, row + 9), max_tokens=20 + row % 23) for row in range(200)]
+    num_mixed = {}
+    for interval in (1, 8):
+        runner = make_runner(
+            num_blocks=200,
+            max_num_seqs=128,
+            max_num_batched_tokens=512,
+            admission_interval=interval,
+            checked=False,
+        )
+        runner.add(*requests)
+        num_mixed[interval] = 0
+        while (plan := runner.step()) is not None:
+            num_mixed[interval] += any(stop - start > 1 for _, start, stop in plan)
+        assert runner.outputs == {(r.row_index, 0): runner.model.answer(r, r.params.max_tokens) for r in requests}
+    assert num_mixed[8] < 0.6 * num_mixed[1]
+
+
 def test_rows_are_let_in_at_once_where_slots_are_free_or_nothing_else_runs(make_runner, make_request):
     runner = make_runner(max_num_seqs=4, admission_interval=100)
     runner.add(*(make_request(row, range(9), max_tokens=5) for row in range(9)))
