@@ -63,14 +63,13 @@ class Packer:
             block_size=self._block_size,
             contexts=contexts,
         )
-        last = np.empty(len(order), dtype=np.int64)  # by place in the plan: the row of the slice's last token
-        last[order] = ends - 1
-        sampled = list(plan.sampled_at)
-        sequences = np.argsort(np.array(order))[sampled]
+        place = np.empty(len(order), dtype=np.int64)  # by index in the plan: where the slice is in packed order
+        place[order] = np.arange(len(order))
+        sequences = place[list(plan.sampled_at)]
         return PackedStep(
             self._tensor(np.array(ids, dtype=np.int64)),
             self._tensor(positions),
-            self._tensor(last[sampled]),
+            self._tensor(ends[sequences] - 1),
             self._tensor(sequences),
             meta,
         )

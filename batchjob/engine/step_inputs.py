@@ -44,7 +44,7 @@ class StepInputs:
 
 
 class InputBuilder:
-    """`new_rows` of the last plan: sequences that came into their slot with it."""
+    """`new` are the sequences that came into their slot with the last plan."""
 
     def __init__(
         self, *, max_num_seqs: int, max_blocks_per_seq: int, block_size: int, min_tokens_saved: int | None
