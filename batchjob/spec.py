@@ -310,6 +310,10 @@ class JobSpec:
             ),
             (self.tensor_parallel >= 1, f"--tensor-parallel must be at least 1, not {self.tensor_parallel}"),
             (
+                not (self.engine == "fake" and self.tensor_parallel > 1),
+                "--tensor-parallel splits a model; --engine fake has none: leave one of them out",
+            ),
+            (
                 not (self.deterministic and self.tensor_parallel > 1),
                 "--deterministic and --tensor-parallel exclude each other: it is not proven for sums over processes",
             ),

@@ -109,6 +109,7 @@ def test_fp8_keys_and_values_run_on_a_cpu_too(tiny_llama: Path, prompts: Path, t
         ({"decode_steps_per_launch": 0}, "from 1 to 64, not 0"),
         ({"tensor_parallel": 0}, "at least 1, not 0"),
         ({"deterministic": True, "tensor_parallel": 2}, "exclude each other"),
+        ({"engine": "fake", "tensor_parallel": 2}, "--engine fake has none"),
         ({"attention_backend": "warp"}, "must be one of auto, triton"),
     ],
     ids=str,
