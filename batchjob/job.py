@@ -292,6 +292,12 @@ def _work(
         loading = time.monotonic()
         echo(_model_line(settings))
         tokenizer = load_tokenizer(job.tokenizer_name)
+        unknown = tokenizer.unknown_ids(settings.known_vocab_size or 0)
+        if len(unknown) > settings.vocab_size // 50:  # more than a vocabulary is padded by
+            echo(
+                f"warning: the tokenizer has no token for {len(unknown):,} of the model's {settings.vocab_size:,} ids, "
+                "so they are never drawn; is it the tokenizer of this model?"
+            )
         config = EngineConfig(
             max_model_len=settings.max_model_len,
             max_num_seqs=spec.max_num_seqs,
@@ -311,6 +317,7 @@ def _work(
             decode_steps_per_launch=spec.decode_steps_per_launch,
             deterministic=spec.deterministic,
             tensor_parallel=spec.tensor_parallel,
+            unknown_token_ids=tuple(unknown),
         )
         engine = create_engine(spec, settings.model, config, tokenizer, before_step=watcher.before_step)
         stack.callback(engine.close)
@@ -327,7 +334,7 @@ def _work(
             engine=engine,
             feeder=feeder,
             reader=reader,
-            sampling=settings.sampling,
+            sampling=settings.row_sampling(),
             job_seed=settings.job_seed,
             counts=counts,
             progress=progress,
@@ -402,7 +409,7 @@ def _model_line(settings: Settings) -> str:
 
 def _header(job: Job, engine_line: str, seconds: float) -> list[str]:
     settings = job.settings
-    sampling = settings.sampling
+    sampling = settings.row_sampling()
     lines = [
         f"engine    {engine_line} (ready in {duration(seconds)})",
         f"sampling  {describe_sampling(sampling)}; seed {settings.job_seed}; max_model_len {settings.max_model_len}",

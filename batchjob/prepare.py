@@ -42,18 +42,28 @@ class Settings:
     eos_token_ids: tuple[int, ...]
 
     @property
-    def vocab_size(self) -> int:
-        """Ids below this are the model's."""
+    def known_vocab_size(self) -> int | None:
+        """Ids below this are the model's; None where its config does not say so."""
         if self.model is None:
             return FAKE_VOCAB_SIZE
         config = self.model.config
-        return int(config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size") or 1 << 31)
+        found = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+        return int(found) if found else None
+
+    @property
+    def vocab_size(self) -> int:
+        """`known_vocab_size`, or more than any model has: the engine, which has the model, then looks again."""
+        return self.known_vocab_size or 1 << 31
 
     def special_tokens(self) -> Mapping[str, int]:
         """Text -> id of the tokens that appear in no output text. Reads the tokenizer's file."""
         from batchjob.models import special_tokens
 
         return {} if self.model is None else special_tokens(Path(self.model.path))
+
+    def row_sampling(self) -> SamplingParams:
+        """The settings of a row without its own: `sampling`, special tokens among its stop strings as ids."""
+        return self.sampling.with_special_stops(self.special_tokens()) if self.sampling.stop else self.sampling
 
     @property
     def has_chat_template(self) -> bool:
@@ -91,7 +101,7 @@ def resolve_settings(spec: JobSpec, frozen: Mapping[str, Any] | None = None) -> 
             device="cpu",
             eos_token_ids=FAKE_EOS_TOKEN_IDS,
         )
-    from batchjob.models import resolve_model, sampling_defaults, special_tokens
+    from batchjob.models import resolve_model, sampling_defaults
 
     if not spec.model:
         raise UsageError("give --model: a hub id, a local directory or a .gguf file (or --engine fake to try a job)")
@@ -107,9 +117,7 @@ def resolve_settings(spec: JobSpec, frozen: Mapping[str, Any] | None = None) -> 
     if dtype == "auto":
         dtype = frozen["dtype"] if frozen else "float32" if device == "cpu" else model.checkpoint_dtype
     sampling = SamplingParams(**{**sampling_defaults(model), **given})
-    if sampling.stop:
-        sampling = sampling.with_special_stops(special_tokens(Path(model.path)))
-    return Settings(
+    settings = Settings(
         model=model,
         sampling=sampling,
         job_seed=job_seed,
@@ -118,11 +126,16 @@ def resolve_settings(spec: JobSpec, frozen: Mapping[str, Any] | None = None) -> 
         device=device,
         eos_token_ids=model.eos_token_ids,
     )
+    for token in (*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias)):
+        if token >= settings.vocab_size:
+            flag = "--stop-token-ids" if token in sampling.stop_token_ids else "--logit-bias"
+            raise UsageError(f"{flag}: token id {token} is not below the vocabulary size {settings.vocab_size}")
+    return settings
 
 
 def fingerprint(spec: JobSpec, settings: Settings, *, prompt: Mapping[str, Any], chunk_rows: int) -> dict[str, Any]:
     """Everything that changes results or the layout of the output; a resume where it differs is refused."""
-    model = settings.model
+    model, sampling = settings.model, settings.row_sampling()
     return {
         "engine": spec.engine,
         "model": None
@@ -136,7 +149,9 @@ def fingerprint(spec: JobSpec, settings: Settings, *, prompt: Mapping[str, Any],
         "dtype": settings.dtype,
         "max_model_len": settings.max_model_len,
         "eos_token_ids": list(settings.eos_token_ids),
-        "sampling": {**asdict(settings.sampling), "seed": settings.job_seed},
+        "sampling": {**asdict(sampling), "seed": settings.job_seed},
+        # Rows with settings of their own start from the stop strings as they were given.
+        **({"stop": list(settings.sampling.stop)} if prompt.get("params") and sampling != settings.sampling else {}),
         "prompt": dict(prompt),
         "length_policy": spec.length_policy,
         "keep_columns": spec.keep_columns,

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 from zlib import crc32
@@ -46,14 +47,18 @@ class Tokenizer(Protocol):
     @property
     def digest(self) -> str: ...
 
+    def unknown_ids(self, vocab_size: int) -> list[int]:
+        """Ids below `vocab_size` that stand for no token: models pad their vocabulary."""
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]: ...
     def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """The conversation as one text, special tokens included. Raises RenderError."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids; special tokens are left out and no spaces are "cleaned up"."""
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of the ids, by default without special tokens; no spaces are "cleaned up"."""
         ...
 
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]: ...
@@ -72,6 +77,9 @@ _WORDS = tuple(
     for start in "ba be bi bo da de di do ka ke ki ko ma me mi mo".split()
     for end in "l n r s t la na ra sa ta le ne re se te li".split()
 )
+
+
+_FAKE_SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
 
 
 class FakeTokenizer:
@@ -124,11 +132,16 @@ class FakeTokenizer:
         turns = [f"[{message['role']}] {message['content']}" for message in messages]
         return "<s>" + " ".join([*turns, "[assistant]"] if add_generation_prompt else turns)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def unknown_ids(self, vocab_size: int) -> list[int]:
+        return list(range(self.vocab_size, vocab_size))
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        if not skip_special_tokens:
+            return " ".join(self.convert_ids_to_tokens(ids))
         return " ".join([_WORDS[i - 4] if i < _FIRST_HASHED else f"<{i}>" for i in ids if i >= _FIRST_WORD])
 
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
-        return [("<pad>", "<s>", "</s>", "<unk>")[i] if i < _FIRST_WORD else self.decode([i]) for i in ids]
+        return [_FAKE_SPECIAL[i] if i < _FIRST_WORD else self.decode([i]) for i in ids]
 
 
 _TOKENIZER_FILES = (
@@ -213,9 +226,12 @@ class HFTokenizer:
     def vocab_size(self) -> int:
         return len(self._tokenizer)
 
-    @property
+    @cached_property
     def special_tokens(self) -> tuple[str, ...]:
-        return tuple(self._tokenizer.all_special_tokens)
+        """Those that Transformers knows by their role, and those that the tokenizer's file marks as special."""
+        added = self._tokenizer.added_tokens_decoder.values()
+        marked = [token.content for token in added if token.special]
+        return tuple(dict.fromkeys([*self._tokenizer.all_special_tokens, *marked]))
 
     @property
     def max_token_chars(self) -> int:
@@ -256,8 +272,16 @@ class HFTokenizer:
             raise RenderError(f"{error or type(error).__name__}") from error
         return text
 
-    def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def unknown_ids(self, vocab_size: int) -> list[int]:
+        known = set(self._tokenizer.get_vocab().values())
+        return [token for token in range(vocab_size) if token not in known]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        # A slow tokenizer puts spaces around the special tokens that it keeps, unless told not to.
+        kept = {} if skip_special_tokens else {"spaces_between_special_tokens": False}
+        text: str = self._tokenizer.decode(
+            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False, **kept
+        )
         return text
 
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:

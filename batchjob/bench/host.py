@@ -56,7 +56,9 @@ class _NoModel:
 
 
 class _NoText:
-    def decode(self, ids: list[int]) -> str:
+    special_tokens = ()
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return ""
 
 

@@ -125,7 +125,9 @@ def difference(after: EngineStats, before: EngineStats) -> EngineStats:
 class NoText:
     """The workload is about tokens; nobody reads the text."""
 
-    def decode(self, ids: list[int]) -> str:
+    special_tokens = ()
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return ""
 
 

@@ -5,6 +5,7 @@ Everything here is plain data and protocols; it imports no torch, so that a job 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,6 +26,7 @@ class EngineConfig:
     dtype: str = "float32"  # of weights, activations and KV: "float32" | "bfloat16" | "float16"
     device: str = "cpu"  # "cpu" | "cuda" | "cuda:N"
     eos_token_ids: tuple[int, ...] = ()  # end tokens of generation_config, config and tokenizer together
+    unknown_token_ids: tuple[int, ...] = ()  # ids that the model has and its tokenizer has not: never drawn
     num_threads: int | None = None  # of the CPU; None leaves torch's choice
     halvings: int = 0  # how often the limits, given or found, are halved: memory ran out with them before
     attention_backend: str = "auto"  # "auto" | a name of batchjob_kernels.select.BACKENDS
@@ -96,6 +98,9 @@ class Detokenizer(Protocol):
     """Token ids to text. Special tokens are left out; nothing is stripped or cleaned up.
 
     Incomplete UTF-8 at the end of `ids` must decode to U+FFFD (what every byte-level and byte-fallback decoder does).
+    `special_tokens` are the texts of the tokens that are left out unless `skip_special_tokens` is False.
     """
 
-    def decode(self, ids: list[int]) -> str: ...
+    @property
+    def special_tokens(self) -> Sequence[str]: ...
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str: ...

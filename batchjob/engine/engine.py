@@ -71,6 +71,7 @@ class Engine:
             admission_interval=capacity.admission_interval,
         )
         self._eos = frozenset(config.eos_token_ids)
+        self._unknown_ids = frozenset(config.unknown_token_ids)
         self._suspects = {*config.eos_token_ids, _NO_TOKEN}  # tokens that may end a row; others are not looked at
         self._has_stop_strings = False  # so that a job without any never asks
         self._stop_strings: dict[Sequence, StopStrings] = {}  # of rows that have made a token
@@ -214,10 +215,8 @@ class Engine:
             matched = strings.flush(armed=armed)
         self._release(seq)
         output = seq.output_token_ids
-        if strings is not None and matched:
-            text = strings.text
-        else:
-            text = self._detokenizer.decode(output[:-1] if ended else output)
+        ids = output[:-1] if ended else output
+        text = strings.text(ids) if strings is not None and matched else self._detokenizer.decode(ids)
         request = seq.request
         return Completion(
             row_index=request.row_index,
@@ -232,7 +231,7 @@ class Engine:
         strings = self._stop_strings.get(seq)
         if strings is None:
             params = seq.request.params
-            strings = self._stop_strings[seq] = StopStrings(self._detokenizer.decode, params)
+            strings = self._stop_strings[seq] = StopStrings(self._detokenizer, params)
             for count, token in enumerate(seq.request.output_token_ids, 1):  # made before, and not ended by any
                 strings.push(token, armed=count >= params.min_tokens)
         return strings
@@ -267,6 +266,8 @@ class Engine:
             return RowError("invalid_params", f"stop_token_ids has an id outside the vocabulary of {vocab_size}")
         if params.logit_bias and max(params.logit_bias)[0] >= vocab_size:
             return RowError("invalid_params", f"logit_bias has an id outside the vocabulary of {vocab_size}")
+        if unknown := next((token for token, _ in params.logit_bias if token in self._unknown_ids), None):
+            return RowError("invalid_params", f"logit_bias has the id {unknown}, which stands for no token")
         return None
 
     # -- the rest

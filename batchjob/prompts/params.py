@@ -17,6 +17,7 @@ class RowParams:
 
     def __init__(self, column: str, base: SamplingParams, vocab_size: int, special_tokens: Mapping[str, int]) -> None:
         self._column, self._base, self._vocab_size, self._special_tokens = column, base, vocab_size, special_tokens
+        self._default = base.with_special_stops(special_tokens)
         self._known: dict[tuple[bool, str], SamplingParams | str] = {}
 
     def parse(self, value: Any) -> SamplingParams | str | None:
@@ -30,7 +31,7 @@ class RowParams:
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
             self._known[key] = found
-        return None if found == self._base else found
+        return None if found == self._default else found
 
     def _parse(self, value: Any) -> SamplingParams | str:
         where = f"column {self._column!r}"
@@ -40,7 +41,7 @@ class RowParams:
             except (ValueError, RecursionError) as error:
                 return f"{where} is not JSON: {error}"
             if value is None:
-                return self._base
+                return self._default
         if isinstance(value, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
             value = dict(value)  # a Parquet map
         if not isinstance(value, Mapping):

@@ -22,6 +22,8 @@ EOS = 0
 class Letters:
     """One character per token, its code point; token 0 is special."""
 
+    special_tokens = ()
+
     def __init__(self) -> None:
         self.num_calls = 0
 

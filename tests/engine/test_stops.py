@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchjob.engine.stops import StopMatcher, StopStrings
+from batchjob.engine.stops import StopStrings
 from batchjob.sampling import SamplingParams
 
 
@@ -21,10 +21,30 @@ def all_cuts(text: str) -> Iterator[list[str]]:
         yield [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
+class Pieces:
+    """A tokenizer whose token i is the i-th of some texts; the first `num_special` are special tokens."""
+
+    def __init__(self, pieces: list[str], num_special: int = 0) -> None:
+        self.pieces = pieces
+        self.special_tokens = pieces[:num_special]
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        first = len(self.special_tokens) if skip_special_tokens else 0
+        return "".join(self.pieces[token] for token in ids if token >= first)
+
+
 def feed(pieces: list[str], stop: tuple[str, ...], *, include_stop: bool = False) -> tuple[str, bool]:
-    matcher = StopMatcher(stop, include_stop=include_stop)
-    matched = any(matcher.feed(piece) for piece in pieces)  # nothing is fed after a match
-    return matcher.text, matched
+    return feed_ids(Pieces(pieces), list(range(len(pieces))), stop, include_stop=include_stop)
+
+
+def feed_ids(
+    tokenizer: Pieces, ids: list[int], stop: tuple[str, ...], *, include_stop: bool = False
+) -> tuple[str, bool]:
+    strings = StopStrings(tokenizer, SamplingParams(stop=stop, include_stop=include_stop))
+    for count, token in enumerate(ids, 1):
+        if strings.push(token, armed=True):
+            return strings.text(ids[:count]), True
+    return (strings.text(ids), True) if strings.flush(armed=True) else (tokenizer.decode(ids), False)
 
 
 @pytest.mark.parametrize(
@@ -86,48 +106,109 @@ def test_equals_the_definition_on_random_texts_and_cuts(text: str, stop: list[st
 class TestArmed:
     """A stop string counts if it is complete when enough tokens are out, and is passed over for good if before."""
 
+    @staticmethod
+    def strings(pieces: list[str], *stop: str) -> StopStrings:
+        return StopStrings(Pieces(pieces), SamplingParams(stop=stop))
+
     def test_one_complete_too_early_does_not_cut_later(self) -> None:
-        matcher = StopMatcher((";",))
-        assert not matcher.feed("a;", armed=False)
-        assert not matcher.feed(" b", armed=True)
-        assert matcher.feed(" c;", armed=True)
-        assert matcher.text == "a; b c"
+        strings = self.strings(["a;", " b", " c;"], ";")
+        assert not strings.push(0, armed=False)
+        assert not strings.push(1, armed=True)
+        assert strings.push(2, armed=True)
+        assert strings.text([0, 1, 2]) == "a; b c"
 
     def test_a_short_one_complete_too_early_is_not_found_again_beside_a_long_one(self) -> None:
-        matcher = StopMatcher(("ab", "a long one"))
-        assert not matcher.feed("xab", armed=False)
-        assert not matcher.feed("c", armed=True)
-        assert not matcher.feed("d", armed=True)
-        assert matcher.text == "xabcd"
+        strings = self.strings(["xab", "c", "d"], "ab", "a long one")
+        assert not strings.push(0, armed=False)
+        assert not strings.push(1, armed=True)
+        assert not strings.push(2, armed=True)
+        assert not strings.flush(armed=True)
 
     def test_one_that_began_early_but_is_complete_in_time_cuts(self) -> None:
-        matcher = StopMatcher(("END",))
-        assert not matcher.feed("x EN", armed=False)
-        assert matcher.feed("D y", armed=True)
-        assert matcher.text == "x "
+        strings = self.strings(["x EN", "D y"], "END")
+        assert not strings.push(0, armed=False)
+        assert strings.push(1, armed=True)
+        assert strings.text([0, 1]) == "x "
+
+
+class Always:
+    """Decodes by the number of ids."""
+
+    special_tokens = ()
+
+    def __init__(self, texts: dict[int, str]) -> None:
+        self.texts = texts
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return self.texts[len(ids)]
 
 
 def test_text_that_comes_all_at_the_end_is_searched_too() -> None:
     # A decoder that holds everything back until the flush.
-    texts = {1: "\ufffd", 2: "\ufffd", 3: "\ufffd"}
-    strings = StopStrings(lambda ids: texts[len(ids)], SamplingParams(stop=("\ufffd",)))
+    strings = StopStrings(Always({1: "\ufffd", 2: "\ufffd", 3: "\ufffd"}), SamplingParams(stop=("\ufffd",)))
     assert not strings.push(5, armed=True)
     assert not strings.push(6, armed=True)
     assert strings.flush(armed=True)
-    assert strings.text == ""
+    assert strings.text([5, 6]) == ""
 
 
 def test_cost_does_not_grow_with_the_text_before() -> None:
     decoded = 0
 
-    def decode(ids: list[int]) -> str:
-        nonlocal decoded
-        decoded += len(ids)
-        return "".join(map(chr, ids))
+    class Counting:
+        special_tokens = ()
 
-    strings = StopStrings(decode, SamplingParams(stop=("#",)))
+        def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+            nonlocal decoded
+            decoded += len(ids)
+            return "".join(map(chr, ids))
+
+    strings = StopStrings(Counting(), SamplingParams(stop=("#", "a much longer one, of more characters than a window")))
     for _ in range(5_000):
         assert not strings.push(ord("a"), armed=True)
     assert decoded < 5_000 * 20
     assert strings.push(ord("#"), armed=True)
-    assert strings.text == "a" * 5_000
+    assert strings.text([ord("a")] * 5_000 + [ord("#")]) == "a" * 5_000
+
+
+class TestSpecialTokens:
+    """A stop string that names special tokens is looked for where they are."""
+
+    TOKENIZER = Pieces(["<s>", "<|im|>", "us", "er", " hi", "<|im|>", "\n"], num_special=2)
+
+    def outcome(self, ids: list[int], *stop: str, include_stop: bool = False) -> tuple[str, bool]:
+        return feed_ids(self.TOKENIZER, ids, stop, include_stop=include_stop)
+
+    def test_a_special_token_and_text(self) -> None:
+        assert self.outcome([4, 1, 2, 3, 4], "<|im|>user") == (" hi", True)
+
+    def test_the_output_has_no_special_token_even_where_the_stop_string_is_kept(self) -> None:
+        assert self.outcome([4, 1, 2, 3, 4], "<|im|>user", include_stop=True) == (" hiuser", True)
+        assert self.outcome([0, 4, 1, 2, 3, 4], "<|im|>us") == (" hi", True)
+
+    def test_text_before_the_special_token(self) -> None:
+        assert self.outcome([4, 4, 6, 1, 2], "i\n<|im|>") == (" hi h", True)
+        assert self.outcome([4, 6, 1, 2], "i\n<|im|>", include_stop=True) == (" hi\n", True)
+
+    def test_the_same_text_made_of_ordinary_tokens_stops_too_and_only_special_tokens_are_left_out(self) -> None:
+        assert self.outcome([5, 1, 4, 5, 2, 3], "<|im|>user") == ("<|im|> hi", True)
+
+    def test_beside_others_the_one_that_is_complete_first_counts(self) -> None:
+        assert self.outcome([4, 6, 1, 2, 3], "<|im|>user", "\n") == (" hi", True)
+        assert self.outcome([4, 1, 2, 3, 6], "<|im|>user", "\n") == (" hi", True)
+
+    def test_an_ordinary_one_is_found_across_a_special_token_as_in_the_output(self) -> None:
+        assert self.outcome([4, 2, 1, 3], "user") == (" hi", True)
+
+    @given(st.lists(st.integers(0, 6), max_size=30), st.booleans())
+    def test_equals_the_definition_on_random_tokens(self, ids: list[int], include_stop: bool) -> None:
+        stop = "er<|im|>us"
+        expected: tuple[str, bool] = self.TOKENIZER.decode(ids), False
+        for count in range(1, len(ids) + 1):
+            text = self.TOKENIZER.decode(ids[:count], skip_special_tokens=False)
+            if (at := text.find(stop)) >= 0:
+                marked = [(token, char) for token in ids[:count] for char in self.TOKENIZER.pieces[token]]
+                kept = marked[: at + len(stop) * include_stop]
+                expected = "".join(char for token, char in kept if token >= 2), True
+                break
+        assert self.outcome(ids, stop, include_stop=include_stop) == expected

@@ -1,4 +1,4 @@
-"""Incremental detokenisation: pieces and flush are the decoded whole, for byte-level and byte-fallback tokenizers."""
+"""Incremental detokenisation: what is certain is the decoded whole, for byte-level and byte-fallback tokenizers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from batchjob.engine.stops import IncrementalDetokenizer
+from batchjob.engine.stops import IncrementalDetokenizer, StopStrings
+from batchjob.sampling import SamplingParams
 
 TEXTS = [
     "\U0001f600\U0001f600",
@@ -81,8 +82,14 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
 
 
 def pieces_of(decode: Callable[[list[int]], str], groups: Iterable[list[int]]) -> list[str]:
+    """What became certain with each push and with the flush, for decoders that never take text back."""
     detokenizer = IncrementalDetokenizer(decode)
-    return [*[detokenizer.push(group) for group in groups], detokenizer.flush()]
+    pieces = []
+    for group in groups:
+        detokenizer.push(group)
+        pieces.append(detokenizer.text[detokenizer.num_known : detokenizer.num_certain])
+    detokenizer.flush()
+    return [*pieces, detokenizer.text[detokenizer.num_known :]]
 
 
 def random_groups(ids: list[int], rng: random.Random, longest: int = 7) -> list[list[int]]:
@@ -122,7 +129,8 @@ def test_text_is_given_out_as_soon_as_it_is_certain(tokenizer: Any) -> None:
     detokenizer = IncrementalDetokenizer(tokenizer.decode)
     text = ""
     for count, token in enumerate(ids, start=1):
-        text += detokenizer.push([token])
+        detokenizer.push([token])
+        text += detokenizer.text[detokenizer.num_known : detokenizer.num_certain]
         assert text == tokenizer.decode(ids[:count]).rstrip("\ufffd")
 
 
@@ -153,7 +161,38 @@ def test_special_tokens_in_between_take_no_space_away() -> None:
 
 
 def test_replacement_marks_without_end_are_given_out_at_last() -> None:
-    detokenizer = IncrementalDetokenizer(lambda ids: "\ufffd" * len(ids))
-    given = "".join(detokenizer.push([7]) for _ in range(400))
-    assert len(given) > 200
-    assert given + detokenizer.flush() == "\ufffd" * 400
+    pieces = pieces_of(lambda ids: "\ufffd" * len(ids), [[7]] * 400)
+    assert len("".join(pieces[:-1])) > 200
+    assert "".join(pieces) == "\ufffd" * 400
+
+
+class Fallback:
+    special_tokens = ()
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return str(FALLBACK.decode(ids))
+
+
+FALLBACK_IDS = [FALLBACK.token_to_id(piece) for piece in ("the", "or", "\u2581wor", "\u2581", "d", "明")]
+BYTES = [3 + byte for byte in (*"é明".encode(), 0xF0, 0x9F, 0x80)]
+
+
+@settings(max_examples=400)
+@given(
+    st.lists(st.sampled_from(FALLBACK_IDS + BYTES), max_size=40), st.sampled_from(["wor", "d", "é", "orthe", "\ufffd"])
+)
+def test_a_stop_string_cuts_the_decoded_whole_also_where_a_decoder_takes_text_back(ids: list[int], stop: str) -> None:
+    # A broken byte turns the whole run of bytes before it into U+FFFD, characters that had been complete included.
+    for include_stop in (False, True):
+        strings = StopStrings(Fallback(), SamplingParams(stop=(stop,), include_stop=include_stop))
+        matched = next((count for count, token in enumerate(ids, 1) if strings.push(token, armed=True)), None)
+        if matched is None and strings.flush(armed=True):
+            matched = len(ids)
+        if matched is None:
+            assert stop not in FALLBACK.decode(ids)
+            continue
+        whole = FALLBACK.decode(ids[:matched])
+        text = strings.text(ids[:matched])
+        assert whole.startswith(text)
+        assert text.endswith(stop) if include_stop else whole[len(text) :].startswith(stop)
+        assert stop not in FALLBACK.decode(ids[: matched - 1]).rstrip("\ufffd")

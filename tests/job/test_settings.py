@@ -33,8 +33,15 @@ def test_a_seed_of_the_job_is_not_a_seed_of_each_row() -> None:
 
 def test_a_stop_string_that_is_a_special_token_becomes_a_stop_token(tiny_llama: Path) -> None:
     settings = resolve_settings(JobSpec(model=str(tiny_llama), stop=("<|end|>", "word"), stop_token_ids=(9,)))
-    assert settings.sampling.stop == ("word",)
-    assert settings.sampling.stop_token_ids == (9, settings.special_tokens()["<|end|>"])
+    for_rows = settings.row_sampling()
+    assert for_rows.stop == ("word",)
+    assert for_rows.stop_token_ids == (9, settings.special_tokens()["<|end|>"])
+
+
+def test_a_token_id_beyond_the_vocabulary_is_refused_for_the_job(tiny_llama: Path) -> None:
+    for given in ({"stop_token_ids": (99_999,)}, {"logit_bias": ((99_999, 1.0),)}):
+        with pytest.raises(UsageError, match="99999 is not below the vocabulary size"):
+            resolve_settings(JobSpec(model=str(tiny_llama), **given))  # type: ignore[arg-type]
 
 
 def test_a_model_length_beyond_its_positions_is_refused(tiny_llama: Path) -> None:
