@@ -10,6 +10,10 @@ from typing import Any
 from batchjob.errors import UsageError
 
 MAX_SAMPLES = 10_000  # samples per row: the requests of one row are made at once
+# Logits are edited in float32, where infinity less infinity is no number: beyond these bounds a setting could make
+# logits that the model is then blamed for. What they allow adds up to less than the largest float32 number.
+MAX_FACTOR = 1e30
+MAX_BIAS = 1e38  # of one token, all entries for it together; below zero there is no bound, that bans the token
 
 
 def _option(default: Any, help: str) -> Any:
@@ -62,7 +66,10 @@ class SamplingParams:
         return replace(self, **parse_params(values))
 
     def with_special_stops(self, special_tokens: Mapping[str, int]) -> SamplingParams:
-        """A stop string that is a special token becomes a stop token id: special tokens are in no output text."""
+        """A stop string that is a special token becomes a stop token id: special tokens are in no output text.
+
+        For settings that nothing is put on top of any more: `stop` and `stop_token_ids` are overridden separately.
+        """
         found = [text for text in self.stop if text in special_tokens]
         if not found:
             return self
@@ -131,8 +138,13 @@ def _problem(p: SamplingParams) -> str | None:
         return f"top_p must be above 0 and at most 1, not {p.top_p}"
     if not 0 <= p.min_p <= 1:
         return f"min_p must be between 0 and 1, not {p.min_p}"
-    if p.repetition_penalty <= 0:
-        return f"repetition_penalty must be above 0, not {p.repetition_penalty}"
+    if not 1 / MAX_FACTOR <= p.repetition_penalty <= MAX_FACTOR:
+        return f"repetition_penalty must be from {1 / MAX_FACTOR:g} to {MAX_FACTOR:g}, not {p.repetition_penalty}"
+    for name in ("temperature", "presence_penalty", "frequency_penalty"):
+        if not abs(getattr(p, name)) <= MAX_FACTOR:
+            return f"{name} must be between -{MAX_FACTOR:g} and {MAX_FACTOR:g}, not {getattr(p, name)}"
+    if p.logit_bias and (problem := _bias_problem(p.logit_bias)):
+        return problem
     if not 1 <= p.n <= MAX_SAMPLES:
         return f"n must be between 1 and {MAX_SAMPLES:,}, not {p.n}"
     if p.max_tokens is not None and p.max_tokens < 1:
@@ -141,4 +153,13 @@ def _problem(p: SamplingParams) -> str | None:
         return f"min_tokens must be at least 0, not {p.min_tokens}"
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         return f"min_tokens ({p.min_tokens}) is above max_tokens ({p.max_tokens})"
+    return None
+
+
+def _bias_problem(bias: tuple[tuple[int, float], ...]) -> str | None:
+    total: dict[int, float] = {}
+    for token, amount in bias:
+        total[token] = total.get(token, 0.0) + max(amount, 0.0)
+        if total[token] > MAX_BIAS:
+            return f"logit_bias of token {token} must be at most {MAX_BIAS:g}, not {total[token]:g}"
     return None

@@ -51,10 +51,14 @@ class LoadedModel:
     name: str  # of its class
     backend: Selection  # of attention
     fused: dict[str, int]  # kind of part -> how many were replaced by faster ones
+    unknown_ids: Tensor | None = None  # int64; ids that stand for no token, which are never to be drawn
 
     def forward(self, input_ids: Tensor, positions: Tensor, keep: Tensor, step: StepContext) -> Tensor:
-        """`input_ids` and `positions` int64 [num_tokens] -> logits [len(keep), vocab_size] of the rows `keep`."""
-        return packed_forward(self.module, input_ids, positions, keep, step)
+        """`input_ids` and `positions` int64 [num_tokens] -> logits [len(keep), vocab_size] of the rows `keep`.
+
+        The logits of `unknown_ids` are -inf."""
+        logits = packed_forward(self.module, input_ids, positions, keep, step)
+        return logits if self.unknown_ids is None else logits.index_fill_(1, self.unknown_ids, -torch.inf)
 
 
 def load_model(

@@ -83,6 +83,9 @@ class TorchRunner:
             from batchjob.engine.deterministic import FixedRows
 
             forward = FixedRows(self._model, self._model.backend.module).forward
+        if config.unknown_token_ids:  # after all comparisons of logits
+            unknown = [token for token in config.unknown_token_ids if token < self._model.vocab_size]
+            self._model.unknown_ids = torch.tensor(unknown, dtype=torch.int64, device=self._device)
         if group is not None:
             forward = one_try(forward)
         self.seconds["model"] = time.perf_counter() - started

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -160,3 +162,24 @@ def test_a_slot_follows_its_sequence_through_preemption_and_to_the_next_owner(ru
 def test_closing_twice_is_fine(runner: TorchRunner) -> None:
     runner.close()
     runner.close()
+
+
+def test_ids_that_stand_for_no_token_are_never_drawn(model_path: Path) -> None:
+    prompt = [7, 8, 9, 10]
+    config = EngineConfig(max_model_len=64, max_num_seqs=4, block_size=BLOCK_SIZE)
+    drawn = alone(TorchRunner(model_path, config), prompt, 6)
+    hidden = TorchRunner(model_path, replace(config, unknown_token_ids=(*drawn, 96, 1000)))
+    assert not set(alone(hidden, prompt, 12)) & set(drawn)
+
+
+@pytest.mark.parametrize("setting", [{"temperature": 5.0}, {"presence_penalty": 1.0, "logit_bias": ((3, 1.0),)}])
+def test_nor_with_other_settings(model_path: Path, setting: dict[str, Any]) -> None:
+    unknown = (5, *range(20, 96))
+    config = EngineConfig(max_model_len=64, max_num_seqs=4, block_size=BLOCK_SIZE, unknown_token_ids=unknown)
+    runner = TorchRunner(model_path, config)
+    seq = Sequence(Request(0, 0, [7, 8, 9], SamplingParams(**setting), stream=3), max_len=60)
+    seq.slot, seq.blocks = 0, list(range(15))
+    step(runner, (seq, 0, 3))
+    while len(seq.tokens) < 40:
+        step(runner, (seq, len(seq.tokens) - 1, len(seq.tokens)))
+    assert max(seq.output_token_ids) < 20
