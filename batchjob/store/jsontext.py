@@ -5,6 +5,7 @@
 * binary is a base64 string; decimal a string with all its digits;
 * dates, times and timestamps are ISO 8601 strings with the digits of their unit, in UTC with a Z if they have a zone;
   durations are ISO 8601 (PT1.5S);
+* a UUID is the usual text of 36 characters; any other extension type is what it is stored as;
 * a map is a list of {"key": ..., "value": ...}, since its keys need not be strings or unique; a struct is an object;
 * a carried column that holds JSON text gives that text, byte for byte.
 """
@@ -16,10 +17,13 @@ import json
 import math
 from collections.abc import Callable
 from datetime import date, timedelta
+from itertools import islice, pairwise
 from json.encoder import encode_basestring
 from typing import Any
+from uuid import UUID
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from batchjob.store.schema import JSON_MARK
 
@@ -47,47 +51,94 @@ def column_texts(column: pa.Array | pa.ChunkedArray, field: pa.Field) -> list[st
         return ["null" if value is None else value for value in column.to_pylist()]
     if pa.types.is_integer(kind):
         return ["null" if value is None else str(value) for value in column.to_pylist()]
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+    if _is_text(kind):
         return ["null" if value is None else encode_basestring(value) for value in column.to_pylist()]
-    plain = plain_type(kind)
-    values = (column if plain == kind else column.cast(plain)).to_pylist()
-    convert = converter(kind)
-    if convert is not None:
-        values = [None if value is None else convert(value) for value in values]
     dump = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
-    return [dump(value) for value in values]
+    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+    return [dump(value) for chunk in chunks for value in json_values(chunk)]
 
 
-def plain_type(kind: pa.DataType) -> pa.DataType:
-    """The type to cast to before values become Python's: times as their integers, which have no range to leave."""
-    if any(test(kind) for test in _INT64_TIMES):
-        return pa.int64()
-    if pa.types.is_time32(kind) or pa.types.is_date32(kind):
-        return pa.int32()
-    if pa.types.is_float16(kind):
-        return pa.float32()
+def json_values(array: pa.Array) -> list[Any]:
+    """The values as what `json` writes: None, bool, int, float, str, list, dict. Takes every type of a Parquet file."""
+    kind = array.type
+    if isinstance(kind, pa.BaseExtensionType):
+        return _extension_values(array)
     if pa.types.is_dictionary(kind):
-        return plain_type(kind.value_type)
-    if pa.types.is_map(kind):
-        return pa.map_(plain_type(kind.key_type), plain_type(kind.item_type))
+        known = json_values(array.dictionary)
+        return [None if index is None else known[index] for index in array.indices.to_pylist()]
+    if pa.types.is_run_end_encoded(kind):
+        return json_values(pc.run_end_decode(array))
     if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(plain_type(field.type)) for field in kind])
-    if pa.types.is_large_list(kind):
-        return pa.large_list(kind.value_field.with_type(plain_type(kind.value_type)))
-    if pa.types.is_fixed_size_list(kind):
-        return pa.list_(kind.value_field.with_type(plain_type(kind.value_type)), kind.list_size)
-    if pa.types.is_list(kind):
-        return pa.list_(kind.value_field.with_type(plain_type(kind.value_type)))
-    return kind
+        names = [field.name for field in kind]
+        parts = zip(*map(json_values, array.flatten()), strict=True) if names else [()] * len(array)
+        valid = array.is_valid().to_pylist()
+        return [dict(zip(names, row, strict=True)) if there else None for row, there in zip(parts, valid, strict=True)]
+    if pa.types.is_map(kind):
+        return _map_values(array)
+    if _is_list(kind):
+        items = iter(json_values(array.flatten()))
+        lengths = pc.list_value_length(array).to_pylist()
+        return [None if length is None else list(islice(items, length)) for length in lengths]
+    values = _plain(array).to_pylist()
+    convert = _converter(kind)
+    return values if convert is None else [None if value is None else convert(value) for value in values]
 
 
-def converter(kind: pa.DataType) -> Convert | None:
-    """What makes a value of `plain_type(kind)`, not None, into one that JSON has; None if it is one already."""
+def _extension_values(array: pa.ExtensionArray) -> list[Any]:
+    """Of an extension type the values that it is stored as, unless its meaning is known."""
+    name, values = array.type.extension_name, json_values(array.storage)
+    if name == "arrow.uuid":
+        stored = array.storage.to_pylist()
+        return [None if value is None else str(UUID(bytes=value)) for value in stored]
+    if name == "arrow.bool8":
+        return [None if value is None else bool(value) for value in values]
+    return values
+
+
+def _map_values(array: pa.MapArray) -> list[Any]:
+    offsets, valid = array.offsets.to_pylist(), array.is_valid().to_pylist()
+    first, last = offsets[0], offsets[-1]
+    keys, items = (json_values(part.slice(first, last - first)) for part in (array.keys, array.items))
+    pairs = [{"key": key, "value": item} for key, item in zip(keys, items, strict=True)]
+    return [
+        pairs[start - first : stop - first] if there else None
+        for (start, stop), there in zip(pairwise(offsets), valid, strict=True)
+    ]
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    types = pa.types
+    tests = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
+    return any(test(kind) for test in tests)
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    types = pa.types
+    tests = (types.is_binary, types.is_large_binary, types.is_fixed_size_binary, types.is_binary_view)
+    return any(test(kind) for test in tests)
+
+
+def _plain(array: pa.Array) -> pa.Array:
+    """Times as their integers, which have no range to leave when they become Python's."""
+    kind = array.type
+    if any(test(kind) for test in _INT64_TIMES):
+        return array.cast(pa.int64())
+    if pa.types.is_time32(kind) or pa.types.is_date32(kind):
+        return array.cast(pa.int32())
+    return array.cast(pa.float32()) if pa.types.is_float16(kind) else array
+
+
+def _converter(kind: pa.DataType) -> Convert | None:
+    """What makes a value of a plain array, not None, into one that JSON has; None if it is one already."""
     if pa.types.is_floating(kind):
         return _float
     if pa.types.is_decimal(kind):
         return lambda value: format(value, "f")
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind):
+    if _is_binary(kind):
         return lambda value: base64.b64encode(value).decode()
     if pa.types.is_timestamp(kind):
         zone = "Z" if kind.tz else ""
@@ -100,24 +151,7 @@ def converter(kind: pa.DataType) -> Convert | None:
         return lambda value: _time(value, kind.unit)
     if pa.types.is_duration(kind):
         return lambda value: _duration(value, kind.unit)
-    if pa.types.is_dictionary(kind):
-        return converter(kind.value_type)
-    if pa.types.is_map(kind):
-        key, item = _or_same(converter(kind.key_type)), _or_same(converter(kind.item_type))
-        return lambda pairs: [{"key": key(k), "value": item(v)} for k, v in pairs]
-    if pa.types.is_struct(kind):
-        converters = {field.name: _or_same(converter(field.type)) for field in kind}
-        return lambda value: {name: converters[name](part) for name, part in value.items()}
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        item = _or_same(converter(kind.value_type))
-        return lambda values: [item(value) for value in values]
     return None
-
-
-def _or_same(convert: Convert | None) -> Convert:
-    if convert is None:
-        return lambda value: value
-    return lambda value: None if value is None else convert(value)
 
 
 def _float(value: float) -> float | str:

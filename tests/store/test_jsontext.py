@@ -9,6 +9,7 @@ from decimal import Decimal
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from batchjob.store.jsontext import column_texts, row_texts
@@ -80,6 +81,60 @@ def test_values_by_type(kind: pa.DataType, values: list[Any], expected: list[str
     assert texts(kind, values) == expected
     for text in expected:
         strict(text)
+
+
+UUID_TEXT = "12345678-9abc-def0-1234-56789abcdef0"
+AT = [1_700_000_000_000_000, None]
+TIMES = pa.array(AT, pa.timestamp("us"))
+UUIDS = pa.ExtensionArray.from_storage(
+    pa.uuid(), pa.array([bytes.fromhex(UUID_TEXT.replace("-", "")), None], pa.binary(16))
+)
+AT_TEXT = '"2023-11-14T22:13:20.000000"'
+
+
+LISTS = (pa.ListArray, pa.LargeListArray, pa.ListViewArray, pa.LargeListViewArray)
+
+
+def listed(values: pa.Array, kind: Any) -> pa.Array:
+    """[[both values], null, [], [the first]]"""
+    integers = pa.int64() if "Large" in kind.__name__ else pa.int32()
+    offsets = pa.array([0, 2, 2, 2, 3], integers)
+    mask = pa.array([False, True, False, False])
+    values = pa.concat_arrays([values, values[:1]])
+    if "View" in kind.__name__:
+        return kind.from_arrays(offsets[:-1], pa.array([2, 0, 0, 1], integers), values, mask=mask)
+    return kind.from_arrays(offsets, values, mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (UUIDS, [f'"{UUID_TEXT}"', "null"]),
+        (pa.array([b"\0\xff", None], pa.binary_view()), ['"AP8="', "null"]),
+        (pa.array(["a", None], pa.string_view()), ['"a"', "null"]),
+        (pa.array(['{"a":1}', None], pa.json_()), ['"{\\"a\\":1}"', "null"]),
+        (pa.ExtensionArray.from_storage(pa.bool8(), pa.array([3, None], pa.int8())), ["true", "null"]),
+        (TIMES.dictionary_encode(), [AT_TEXT, "null"]),
+        (pc.run_end_encode(TIMES), [AT_TEXT, "null"]),
+        (pa.array([True, None], pa.bool_()), ["true", "null"]),
+    ],
+    ids=lambda value: str(value.type) if isinstance(value, pa.Array) else "",
+)
+@pytest.mark.parametrize("kind", [None, *LISTS, "struct", "map"])
+def test_every_type_alone_and_in_others_and_in_a_slice(values: pa.Array, expected: list[str], kind: Any) -> None:
+    one, two = expected
+    if kind == "struct":
+        values = pa.StructArray.from_arrays([values], ["s"], mask=pa.array([False, True]))
+        expected = [f'{{"s":{one}}}', "null"]
+    elif kind == "map":
+        values = pa.MapArray.from_arrays([0, 1, 2], ["a", "b"], values)
+        expected = [f'[{{"key":"a","value":{one}}}]', f'[{{"key":"b","value":{two}}}]']
+    elif kind is not None:
+        values = listed(values, kind)
+        expected = [f"[{one},{two}]", "null", "[]", f"[{one}]"]
+    field = pa.field("x", values.type)
+    assert column_texts(values, field) == expected
+    assert column_texts(pa.chunked_array([values[1:], values[:1]]), field) == [*expected[1:], expected[0]]
 
 
 def test_nanoseconds_and_years_that_python_has_not() -> None:
