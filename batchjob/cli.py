@@ -113,7 +113,7 @@ def main(debug: bool) -> None:
 
     A job is flags, or a TOML file that flags override. The same command resumes a job that stopped.
     """
-    console.keep_standard_files_open()
+    console.prepare_standard_files()
 
 
 @main.command(cls=_JobCommand)

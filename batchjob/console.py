@@ -6,6 +6,7 @@ on: then they are dropped. Text that comes from rows, files or models cannot ste
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -39,9 +40,12 @@ def silence() -> None:
         pass  # no descriptor left: the next line tries again
 
 
-def keep_standard_files_open() -> None:
-    """Puts /dev/null in the place of closed standard files. Otherwise the next file opened, a log of rows perhaps, gets
-    number 2, and what any library prints ends up in it."""
+def prepare_standard_files() -> None:
+    """Puts /dev/null in the place of closed standard files, and makes output take any text.
+
+    Otherwise the next file opened, a log of rows perhaps, gets number 2, and what any library prints ends up in it; and
+    a character that a Latin-1 terminal has not ends the program.
+    """
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -55,6 +59,9 @@ def keep_standard_files_open() -> None:
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     if sys.stderr is None:
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def ignore_hangup() -> None:

@@ -7,6 +7,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, replace
@@ -336,6 +337,8 @@ class JobSpec:
             choices = f.metadata["choices"]
             if choices and getattr(self, f.name) not in choices:
                 raise UsageError(f"{flag(f.name)} must be one of {', '.join(choices)}, not {getattr(self, f.name)!r}")
+        if self.output is not None:
+            refuse_url(self.output, "--output")
         SamplingParams(**self.given_sampling())
 
     def given_sampling(self) -> dict[str, Any]:
@@ -354,6 +357,17 @@ def spec_fields() -> tuple[Field[Any], ...]:
 def flag(name: str) -> str:
     """The command-line spelling of a field."""
     return ("--no-" if name in NEGATED else "--") + name.replace("_", "-")
+
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # a Path has one slash left of two
+
+
+def refuse_url(path: str | Path, name: str) -> None:
+    """Raises UsageError for a URL where a local path is wanted: it would become a local directory of that name."""
+    if _URL.match(str(path)):
+        scheme = str(path).partition(":")[0]
+        remedy = "leave the scheme out" if scheme == "file" else "use a local path and copy what is in it"
+        raise UsageError(f"{name} {path}: only local paths are written and read here; {remedy}")
 
 
 def load_toml(path: str | Path) -> dict[str, Any]:

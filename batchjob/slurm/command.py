@@ -13,7 +13,8 @@ from batchjob.errors import UsageError
 from batchjob.slurm.scripts import ARRAY, MERGE, Scripts, check_options, submit
 from batchjob.slurm.site import read_site, slurm_seconds
 from batchjob.slurm.tools import SlurmToolError
-from batchjob.spec import JobSpec
+from batchjob.spec import JobSpec, refuse_url
+from batchjob.store.merge import merge_format
 
 Echo = Callable[[str], None]
 
@@ -57,6 +58,9 @@ def write_job(
     if not spec.output or not spec.input:
         raise UsageError("a job for SLURM needs --output and --input")
     output = spec.output
+    refuse_url(options.directory, "--directory")
+    if options.merge_into is not None:
+        merge_format(options.merge_into)
     spec = spec.replace(num_shards=options.num_tasks)
     wants_gpu = any("gpu" in option for option in options.sbatch) or spec.devices != "auto"
     if wants_gpu and spec.device == "auto" and "cpu" not in spec.devices:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from batchjob.errors import OutputCreateError, StoppedEarlyError, StorageError, UsageError
 from batchjob.plan import Chunk
+from batchjob.spec import refuse_url
 from batchjob.store.catalog import Catalog
 from batchjob.store.context import StoreContext
 from batchjob.store.creation import load_output
@@ -21,6 +22,7 @@ from batchjob.store.mergefiles import JsonlWriter, MergeWriter, ParquetWriter
 from batchjob.store.parts import BadPartError, read_tables
 
 FORMATS = ("parquet", "jsonl")
+_ENDINGS = {".parquet": "parquet", ".pq": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}
 
 
 def merge(
@@ -29,21 +31,18 @@ def merge(
     """Copies the rows of `output` to `dest` and returns how many output rows there were.
 
     `format` is "parquet" or "jsonl"; None takes it from the ending of `dest`. Parquet becomes one file, or a directory
-    of files if `dest` ends in "/". Raises StoppedEarlyError if the job is not complete (unless `partial`),
-    OutputCreateError if `dest` exists, StorageError if a part is damaged.
+    of files if `dest` ends in "/". Raises UsageError for an ending that does not tell a format, StoppedEarlyError if
+    the job is not complete (unless `partial`), OutputCreateError if `dest` exists, StorageError if a part is damaged.
     """
     fs = fs or FsOps()
-    directory = str(dest).endswith("/")
-    output, dest = Path(output).absolute(), Path(dest).absolute()
-    format = format or ("jsonl" if dest.suffix in (".jsonl", ".ndjson", ".json") else "parquet")
-    if format not in FORMATS:
-        raise UsageError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
-    if directory and format == "jsonl":
-        raise UsageError(f"JSONL is merged into one file; {dest} ends in /")
-    manifest, plan = load_output(fs, output)
-    layout = Layout(output)
-    if dest == output or layout.data in (dest, *dest.parents):
+    refuse_url(output, "OUTPUT")
+    layout = Layout(Path(output).absolute())
+    if (place := Path(dest).absolute()) == layout.root or layout.data in (place, *place.parents):
         raise UsageError(f"{layout.data} holds only parts; choose another place than {dest}")
+    format = merge_format(dest, format)
+    directory = str(dest).endswith("/")
+    output, dest = layout.root, place
+    manifest, plan = load_output(fs, output)
     context = StoreContext(fs, layout, manifest, attempt="merge")
     warnings: list[str] = []
     catalog = Catalog(context, plan, warnings, repair=False)
@@ -72,6 +71,23 @@ def merge(
                 writer.abandon()
             fs.remove_tree(tmp)
     return num_rows
+
+
+def merge_format(dest: str | Path, format: str | None = None) -> str:
+    """The format to write: the one asked for, or that of the ending. Raises UsageError for what cannot be merged to."""
+    refuse_url(dest, "DESTINATION")
+    is_directory = str(dest).endswith("/")
+    format = format or ("parquet" if is_directory else _ENDINGS.get(Path(dest).suffix.lower()))
+    if format is None:
+        raise UsageError(
+            f"{dest} does not say which format is wanted: end it in .parquet or .jsonl (or in / for a directory of "
+            f"Parquet files), or give --format {' or '.join(FORMATS)}"
+        )
+    if format not in FORMATS:
+        raise UsageError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
+    if is_directory and format == "jsonl":
+        raise UsageError(f"JSONL is merged into one file; {dest} ends in /")
+    return format
 
 
 def _copy(context: StoreContext, chunk: Chunk, writer: MergeWriter) -> None:

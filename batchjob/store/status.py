@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from batchjob.spec import refuse_url
 from batchjob.store.attempts import is_alive, read_attempt
 from batchjob.store.catalog import Catalog
 from batchjob.store.chunk import OpenChunk
@@ -95,6 +96,7 @@ class Status:
 def job_status(output: str | Path, *, fs: FsOps | None = None) -> Status:
     """Raises UsageError if the directory holds no job, StorageError."""
     fs = fs or FsOps()
+    refuse_url(output, "OUTPUT")
     output = Path(output).absolute()
     manifest, plan = load_output(fs, output)
     layout = Layout(output)

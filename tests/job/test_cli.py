@@ -80,6 +80,37 @@ def test_exit_codes(arguments: tuple[str, ...], code: int, tmp_path: Path, monke
     assert "Traceback" not in result.output
 
 
+def test_a_url_is_never_made_into_a_local_directory(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    url, fake = "s3://bucket/out", ("--engine", "fake", "--input", source)
+    for arguments in (
+        ("run", *fake, "--output", url),
+        ("validate", *fake, "--output", url),
+        ("slurm", *fake, "--output", url, "--array", "2"),
+        ("slurm", *fake, "--output", "out", "--array", "2", "--merge", f"{url}.parquet"),
+        ("slurm", *fake, "--output", "out", "--array", "2", "--directory", url),
+        ("status", url),
+        ("merge", url, "all.jsonl"),
+    ):
+        result = cli(*arguments)
+        assert (result.exit_code, "only local paths" in result.output) == (2, True), (arguments, result.output)
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_a_terminal_without_the_characters_of_a_path_ends_nothing(
+    tmp_path: Path, write_jsonl: Write, run_cli: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    source = write_jsonl(tmp_path / "頭.jsonl", [{"prompt": "頭 row"}])
+    latin = {"PYTHONIOENCODING": "latin-1"}
+    job = ("--engine", "fake", "--max-tokens", "2", "--input", source)
+    assert "\\u982d" in run_cli("validate", *job, env=latin).stdout
+    run_cli("run", *job, "--output", tmp_path / "出", "--progress", "none", "--no-supervisor", env=latin)
+    run_cli("status", tmp_path / "出", env=latin)
+    assert "1 rows merged" in run_cli("merge", tmp_path / "出", tmp_path / "頭.out.jsonl", env=latin).stdout
+
+
 def test_an_output_that_cannot_be_made_is_exit_73(source: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = cli("run", "--engine", "fake", "--input", source, "--output", tmp_path / "file" / "out")

@@ -97,6 +97,17 @@ def test_what_is_there_is_not_replaced(finished: Path, tmp_path: Path) -> None:
         merge(tmp_path, tmp_path / "other.jsonl")
 
 
+def test_a_place_that_is_none_or_does_not_tell_its_format_is_refused(finished: Path, tmp_path: Path) -> None:
+    for name in ("all.csv", "all.jsonl.gz", "all"):
+        with pytest.raises(UsageError, match=r"end it in \.parquet or \.jsonl"):
+            merge(finished, tmp_path / name)
+    for place in ("s3://bucket/all.parquet", Path("s3://bucket/all.parquet"), "file:///all.jsonl"):
+        with pytest.raises(UsageError, match="only local paths"):
+            merge(finished, place)
+    assert merge(finished, tmp_path / "all", "jsonl") == 100
+    assert sorted(os.listdir(tmp_path)) == sorted(["all", finished.name])
+
+
 def test_a_damaged_page_is_found_by_the_full_read(finished: Path, tmp_path: Path) -> None:
     path = Layout(finished).part(1)
     data = bytearray(path.read_bytes())
