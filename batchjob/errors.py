@@ -6,7 +6,8 @@
     ├── InputMissingError        66   input missing, or changed since the plan was made
     ├── OutputBusyError          69   another live process works on the same shard
     ├── EngineError              70   the engine cannot run
-    │   └── UnsupportedModelError 70  the model needs something the engine does not do
+    │   ├── UnsupportedModelError 70  the model needs something the engine does not do
+    │   └── FeederError          70   the process that reads and tokenises the input does not stay up
     ├── OutputCreateError        73   the output directory cannot be made or lacks an operation we need
     ├── StorageError             74   reading or writing failed: disk full, I/O error
     │   ├── DiskFullError        74   no room left, or the quota is used up
@@ -49,6 +50,10 @@ class EngineError(BatchJobError):
 
 
 class UnsupportedModelError(EngineError):
+    pass
+
+
+class FeederError(EngineError):
     pass
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +36,10 @@ from batchjob.summary import RunResult
 from batchjob.watch import END, LOAD, RUN, Assignment, Watcher
 
 if TYPE_CHECKING:
+    from batchjob.feeder import FeederConfig
     from batchjob.plan import Chunk
     from batchjob.prompts import PromptConfig
+    from batchjob.records import Prompt
     from batchjob.timelimit import TimeLimit
     from batchjob.validate import Report
 
@@ -73,6 +76,18 @@ class Job:
     @property
     def tokenizer_name(self) -> str:
         return "fake" if self.settings.model is None else self.settings.model.path
+
+    @property
+    def feeder_config(self) -> FeederConfig:
+        from batchjob.feeder import FeederConfig
+
+        return FeederConfig(
+            plan=self.store.plan,
+            prompt=self.prompt_config,
+            tokenizer=self.tokenizer_name,
+            max_row_bytes=self.spec.max_row_bytes,
+            load_seconds=self.spec.load_timeout,
+        )
 
     def shard(self, committed: set[int]) -> tuple[list[Chunk], list[Chunk]]:
         """This process's chunks: all, and those still to do."""
@@ -279,14 +294,14 @@ def _work(
     echo: Echo,
 ) -> None:
     from batchjob.engine import EngineConfig, create_engine
-    from batchjob.feeder import Feeder, FeederConfig
+    from batchjob.feeder import Feeder
     from batchjob.io.reader import InputReader
     from batchjob.loop import Loop
     from batchjob.tokenizer import load_tokenizer
 
     spec, settings = job.spec, job.settings
     with ExitStack() as stack:
-        feeder = Feeder(FeederConfig(job.store.plan, job.prompt_config, job.tokenizer_name, spec.max_row_bytes))
+        feeder = Feeder(job.feeder_config, echo)
         stack.callback(feeder.close)
         watcher.phase(LOAD)
         loading = time.monotonic()
@@ -325,8 +340,6 @@ def _work(
         reader = InputReader(job.store.plan, max_row_bytes=spec.max_row_bytes)
         stack.callback(reader.close)
         watcher.header(_header(job, engine.capacity.description, time.monotonic() - loading), echo)
-        if job.is_new:
-            _show_first_prompt(job, reader, tokenizer, job.store.plan.chunks[0], echo)
         progress = Progress(counts, mode=spec.progress, echo=echo)
         stack.callback(progress.close)
         loop = Loop(
@@ -347,6 +360,7 @@ def _work(
             save_partial=spec.save_partial,
             full_disk_timeout=spec.full_disk_timeout,
             echo=echo,
+            on_first_prompt=partial(_show_first_prompt, job, tokenizer, echo) if job.is_new else None,
         )
         started = time.monotonic()
         watcher.phase(RUN)
@@ -438,20 +452,19 @@ def _header(job: Job, engine_line: str, seconds: float) -> list[str]:
     return lines
 
 
-def _show_first_prompt(job: Job, reader: Any, tokenizer: Any, chunk: Chunk, echo: Echo) -> None:
-    """The first prompt as text and as tokens: what a person checks before a long run."""
+def _show_first_prompt(job: Job, tokenizer: Any, echo: Echo, prompt: Prompt, chunk: Chunk) -> None:
+    """The first prompt as text and as tokens: what a person checks before a long run. It has been through the feeder:
+    a row at which a tokeniser comes down must not do so here."""
+    from batchjob.io.reader import InputReader
     from batchjob.prompts import PromptBuilder
 
     assert job.source is not None
-    record = next(iter(reader.rows(chunk, job.source.read)), None)
-    if record is None:
-        return
-    builder = PromptBuilder(job.prompt_config, tokenizer)
-    prompt = builder.build(record)
     if prompt.error is not None:
         echo(f"warning: the first row fails: {printable(prompt.error.message)}")
         return
-    text = builder.prompt_text(record)
+    with closing(InputReader(job.store.plan, max_row_bytes=job.spec.max_row_bytes)) as reader:
+        rows = reader.rows(chunk, job.source.read, skip=range(chunk.row_index, prompt.row_index))
+        text = PromptBuilder(job.prompt_config, tokenizer).prompt_text(next(rows))
     if text is not None:
         echo(f"first row  {printable(text)}")
     shown = " ".join(map(str, prompt.token_ids[:24])) + (" ..." if len(prompt.token_ids) > 24 else "")

@@ -62,11 +62,14 @@ class Loop:
         save_partial: int,
         full_disk_timeout: float,
         echo: Callable[[str], None],
+        on_first_prompt: Callable[[Prompt, Chunk], None] | None = None,
     ) -> None:
+        """`on_first_prompt` gets the first prompt that comes from the feeder, and its chunk."""
         self._store = store
         self._backlog = Backlog(store, self._commit, timeout=full_disk_timeout, echo=echo)
         self._engine = engine
         self._feeder = feeder
+        self._on_first_prompt = on_first_prompt
         self._reader = reader
         self._sampling = sampling
         self._job_seed = job_seed
@@ -200,6 +203,9 @@ class Loop:
     def _take_batches(self, batches: Iterable[FedBatch], requests: list[Request]) -> None:
         for batch in batches:
             self.warnings += batch.warnings
+            if self._on_first_prompt is not None and batch.prompts:
+                self._on_first_prompt(batch.prompts[0], self._open[batch.chunk_index].chunk)
+                self._on_first_prompt = None
             for prompt in batch.prompts:  # none in a last batch that comes after its chunk's commit
                 self._take(self._open[batch.chunk_index], prompt, requests)
             if batch.last:

@@ -22,6 +22,7 @@ ROW_ERROR_TYPES: Mapping[str, str] = {
     "invalid_prompt": "the prompt is missing, null, empty or of the wrong type",
     "invalid_params": "the row's params hold an unknown name or a value out of range",
     "template_error": "the chat template refused the row, took too long or wrote too much",
+    "tokenizer_crash": "the row brought the tokeniser down, or hung it, each time it was tokenised alone",
     "prompt_too_long": "the prompt leaves no room for output within max_model_len",
     "kv_cache_too_small": "the row needs more KV blocks than the whole cache has",
     "engine_error": "the engine failed on this row",

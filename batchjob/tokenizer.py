@@ -19,6 +19,10 @@ from batchjob.errors import InputDataError, InputMissingError
 Message = Mapping[str, Any]
 
 
+class TokenizerPanic(Exception):
+    """Native code of the tokeniser met something that it holds to be impossible. The message is its own."""
+
+
 class RenderError(Exception):
     """The chat template refused one conversation. The message is the template's own."""
 
@@ -173,9 +177,12 @@ class HFTokenizer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 str(self.path), local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # Transformers raises many kinds here
-            raise InputDataError(f"the tokenizer in {self.path} cannot be loaded: {error}") from error
-        self._backend = self._fast_backend()
+            self._backend = self._fast_backend()
+        except BaseException as error:  # Transformers raises many kinds here
+            if not isinstance(error, Exception) and not _is_panic(error):
+                raise
+            reason = f"{error}" or type(error).__name__
+            raise InputDataError(f"the tokenizer in {self.path} cannot be loaded: {reason}") from error
 
     def _fast_backend(self) -> Any:
         """The Rust tokenizer without its Python wrapper (twice as fast), where both agree; else None."""
@@ -257,18 +264,22 @@ class HFTokenizer:
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         if not texts:
             return []
-        if self._backend is not None:
-            return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
-        return self._call(texts, add_special_tokens)
+        backend = self._backend
+        try:
+            if backend is None:
+                return self._call(texts, add_special_tokens)
+            return [e.ids for e in backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
+        except BaseException as error:
+            raise _without_panic(error) from error.__cause__
 
     def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
             )
-        except (MemoryError, RenderTimeout):
-            raise
-        except Exception as error:  # a template may fail in any way; the row fails, not the job
+        except BaseException as error:  # a template may fail in any way; the row fails, not the job
+            if isinstance(error, MemoryError) or not (isinstance(error, Exception) or _is_panic(error)):
+                raise
             raise RenderError(f"{error or type(error).__name__}") from error
         return text
 
@@ -279,9 +290,12 @@ class HFTokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         # A slow tokenizer puts spaces around the special tokens that it keeps, unless told not to.
         kept = {} if skip_special_tokens else {"spaces_between_special_tokens": False}
-        text: str = self._tokenizer.decode(
-            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False, **kept
-        )
+        try:
+            text: str = self._tokenizer.decode(
+                ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False, **kept
+            )
+        except BaseException as error:
+            raise _without_panic(error) from error.__cause__
         return text
 
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
@@ -290,3 +304,12 @@ class HFTokenizer:
 
 class RenderTimeout(BaseException):
     """Raised inside a template that takes too long; no `except Exception` on the way may catch it."""
+
+
+def _is_panic(error: BaseException) -> bool:
+    """What PyO3 makes of a panic in Rust is no Exception, so that nobody passes over it."""
+    return not isinstance(error, Exception) and type(error).__name__ == "PanicException"
+
+
+def _without_panic(error: BaseException) -> BaseException:
+    return TokenizerPanic(f"{error}" or "a panic in native code") if _is_panic(error) else error

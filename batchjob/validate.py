@@ -9,11 +9,12 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from batchjob.errors import InputDataError
-from batchjob.feeder import FeederConfig, in_batches
+from batchjob.feeder import Feeder, FeederConfig, InlineFeeder, PromptFeeder
 from batchjob.io.duplicates import MAX_EXAMPLES, DuplicateFinder
 from batchjob.io.planner import PlanResult, make_plan
 from batchjob.io.reader import InputReader
@@ -24,10 +25,12 @@ from batchjob.spec import JobSpec
 from batchjob.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
+    from batchjob.plan import Chunk
     from batchjob.prepare import Settings
 
 _SHOWN_CHARS = 2000  # of the first prompt
 _SHOWN_TOKENS = 256
+_CHUNKS_AHEAD = 4
 
 
 @dataclass(slots=True)
@@ -146,20 +149,20 @@ def validate_input(
     lengths: Counter[int] = Counter()
     prefixes = PrefixShare(block_size)
     special = _SpecialTokens(tokenizer.special_tokens)
-    with DuplicateFinder() as ids:
-        for records in in_batches(_records(reader, result, source.read)):
-            for record, prompt in zip(records, builder.build_many(records), strict=True):
-                report.num_rows += 1
-                _note_row(report, record, prompt, special, source.columns)
-                if source.id is not None and record.fields.get(source.id) is not None:
-                    ids.add(json.dumps(record.fields[source.id], default=str), record.where)
-                elif source.id is not None:
-                    report.num_missing_ids += 1
-                if prompt.error is None:
-                    lengths[len(prompt.token_ids)] += 1
-                    prefixes.add(prompt.token_ids)
-                    if not report.first_prompt_tokens:
-                        _note_first(report, builder.prompt_text(record), prompt, tokenizer)
+    with DuplicateFinder() as ids, closing(_feeder(config, report)) as feeder:
+        records, prompts = _records(reader, result, source.read), _prompts(feeder, result.plan.chunks)
+        for record, prompt in zip(records, prompts, strict=True):
+            report.num_rows += 1
+            _note_row(report, record, prompt, special, source.columns)
+            if source.id is not None and record.fields.get(source.id) is not None:
+                ids.add(json.dumps(record.fields[source.id], default=str), record.where)
+            elif source.id is not None:
+                report.num_missing_ids += 1
+            if prompt.error is None:
+                lengths[len(prompt.token_ids)] += 1
+                prefixes.add(prompt.token_ids)
+                if not report.first_prompt_tokens:
+                    _note_first(report, builder.prompt_text(record), prompt, tokenizer)
         report.num_duplicate_ids, report.duplicate_id_examples = ids.result()
     report.warnings += reader.warnings
     reader.close()
@@ -173,6 +176,22 @@ def validate_input(
 def _records(reader: InputReader, result: PlanResult, columns: Sequence[str]) -> Iterator[Record]:
     for chunk in result.plan.chunks:
         yield from reader.rows(chunk, columns)
+
+
+def _feeder(config: FeederConfig, report: Report) -> PromptFeeder:
+    """A tokeniser that may come down at a row does so in a process of its own, as in a run."""
+    return InlineFeeder(config) if config.tokenizer == "fake" else Feeder(config, report.warnings.append)
+
+
+def _prompts(feeder: PromptFeeder, chunks: Sequence[Chunk]) -> Iterator[Prompt]:
+    num_fed = num_done = 0
+    while num_done < len(chunks):
+        while num_fed < min(len(chunks), num_done + _CHUNKS_AHEAD):
+            feeder.feed(chunks[num_fed])
+            num_fed += 1
+        for batch in feeder.poll(1.0):
+            yield from batch.prompts
+            num_done += batch.last
 
 
 def _note_row(report: Report, record: Record, prompt: Prompt, special: _SpecialTokens, columns: Sequence[str]) -> None:

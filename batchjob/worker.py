@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from batchjob.console import echo
-from batchjob.errors import BatchJobError, EngineError, UnsupportedModelError
+from batchjob.errors import BatchJobError, EngineError, FeederError, UnsupportedModelError
 from batchjob.orphan import die_with_parent
 from batchjob.signals import StopSignals
 from batchjob.supervisor.messages import Kind, Lost, Orders, StopOrder, end_line, rows_line
@@ -211,7 +211,7 @@ def _run(orders: Orders, watcher: PipeWatcher) -> tuple[Kind, int, str]:
 
 def classify(error: Exception, phase: str) -> Kind:
     """Whether another attempt may do better than the one that ended with this error."""
-    is_engine = isinstance(error, EngineError) and not isinstance(error, UnsupportedModelError)
+    is_engine = isinstance(error, EngineError) and not isinstance(error, UnsupportedModelError | FeederError)
     if isinstance(error, BatchJobError) and not is_engine:
         return Kind.EXIT
     cause: BaseException | None = error

@@ -8,7 +8,7 @@ generation prompt, and a row can never bring its own template.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,15 +87,25 @@ class PromptBuilder:
     def build(self, record: Record) -> Prompt:
         return self.build_many([record])[0]
 
-    def build_many(self, records: Sequence[Record]) -> list[Prompt]:
-        """One Prompt per record, in order."""
+    def build_many(self, records: Sequence[Record], beat: Callable[[], None] | None = None) -> list[Prompt]:
+        """One Prompt per record, in order. `beat` is called whenever one more of them has its text."""
         jobs = [_Row(record) for record in records]
         with self._guarded():
             for job in jobs:
                 self._compose(job)
+                if beat is not None:
+                    beat()
         self._encode([job for job in jobs if job.error is None and job.text is not None and job.special], True)
         self._encode([job for job in jobs if job.error is None and job.text is not None and not job.special], False)
         return [self._finish(job) for job in jobs]
+
+    def refuse(self, record: Record, error: RowError) -> Prompt:
+        """The row with an error, for which only its settings are looked at: they say how many samples fail."""
+        job = _Row(record)
+        if self._source.params is not None:
+            params = self._params.parse(record.fields.get(self._source.params))
+            job.params = None if isinstance(params, str) else params
+        return Prompt(record.row_index, [], job.params, error)
 
     def prompt_text(self, record: Record) -> str | None:
         """The text that is tokenised for a record, to be shown; None for token ids and rows in error."""
@@ -199,7 +209,8 @@ class PromptBuilder:
         try:
             return self._tokenizer.encode(job.text or "", add_special_tokens=special)
         except Exception as error:
-            job.error = self._located(job, "invalid_encoding", f"the text cannot be tokenised: {error}")
+            reason = f"{error}" or type(error).__name__
+            job.error = self._located(job, "invalid_encoding", f"the text cannot be tokenised: {reason}")
             return []
 
     def _fits_tokenizer(self, job: _Row) -> bool:

@@ -131,17 +131,10 @@ def test_a_tokenizer_that_cannot_do_the_job_raises_what_it_is(
 
 @pytest.mark.parametrize("error", [UsageError("a: b"), InputMissingError("x"), EngineError("y")])
 def test_every_error_crosses_the_pipe_as_itself(error: BatchJobError) -> None:
-    from batchjob.feeder import _Failure
+    from batchjob.feeder.frames import Failure
 
-    again = _Failure.of(error).error()
+    again = Failure.of(error).error()
     assert (type(again), str(again)) == (type(error), str(error))
-
-
-def test_a_killed_child_is_reported_with_its_signal(mixed: Path, config_of: ConfigOf) -> None:
-    with closing(Feeder(config_of(mixed))) as feeder:
-        os.kill(feeder.pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match="signal 9"):
-            feeder.poll(30)
 
 
 # -- the process
@@ -229,12 +222,12 @@ def test_reading_ahead_is_bounded(tmp_path: Path, write_jsonl: WriteJsonl, confi
             (line,) = (row for row in Path(f"/proc/{feeder.pid}/io").read_text().splitlines() if "rchar" in row)
             return int(line.split()[1])
 
-        assert wait_until(feeder._frames.full)
+        assert wait_until(feeder._queue.full)
         time.sleep(0.3)  # nobody polls: it fills the pipe and stops
         before = read_so_far()
         time.sleep(0.3)
         assert read_so_far() == before
-        assert feeder._frames.qsize() == 8
+        assert feeder._queue.qsize() == 8
         assert sum(len(batch.prompts) for batch in feeder.poll()) <= 10 * 256
 
 

@@ -1,11 +1,15 @@
 """Loaded by every Python process of a program under test, whatever starts it: makes the fake engine slow (FAULTS_STEP,
-seconds) and gives the attempt a known name (FAULTS_ATTEMPT), so that strace can be told its files beforehand."""
+seconds), gives the attempt a known name (FAULTS_ATTEMPT), so that strace can be told its files beforehand, and makes
+the tokeniser's process come down at words (FAULTS_TOKENIZER)."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.machinery
 import os
+import signal
 import sys
+import time
 from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any
@@ -22,7 +26,51 @@ def _known_attempt(module: ModuleType) -> None:
         module.new_attempt_id = lambda: name
 
 
-_PATCHES = {"batchjob.engine.fake": _slow_engine, "batchjob.store.attempts": _known_attempt}
+class PanicException(BaseException):
+    """Named as PyO3 names it."""
+
+
+def _come_down(text: str) -> None:
+    if "deadly" in text:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if "leaves" in text:
+        os._exit(3)
+    if "segfault" in text:
+        ctypes.string_at(0)
+    if "panics" in text:
+        raise PanicException("called `Option::unwrap()` on a `None` value")
+    if "sleeps" in text:
+        time.sleep(600)
+    if "holds" in text:
+        ctypes.PyDLL(None).sleep(600)  # native code that keeps the interpreter's lock
+
+
+def _deadly_words(module: ModuleType) -> None:
+    if "FAULTS_TOKENIZER" not in os.environ:
+        return
+    fake, real = module.FakeTokenizer.encode, module.HFTokenizer._call
+
+    def encode(self: Any, text: str, *, add_special_tokens: bool) -> Any:
+        try:
+            _come_down(text)
+        except PanicException as error:
+            raise module._without_panic(error) from None
+        return fake(self, text, add_special_tokens=add_special_tokens)
+
+    def call(self: Any, texts: Any, special: bool) -> Any:
+        for text in texts:
+            _come_down(text)
+        return real(self, texts, special)
+
+    module.FakeTokenizer.encode, module.HFTokenizer._call = encode, call
+    module.HFTokenizer._fast_backend = lambda self: None
+
+
+_PATCHES = {
+    "batchjob.engine.fake": _slow_engine,
+    "batchjob.store.attempts": _known_attempt,
+    "batchjob.tokenizer": _deadly_words,
+}
 
 
 class _Finder(MetaPathFinder):

@@ -1,0 +1,3 @@
+from batchjob.feeder.child import main
+
+main()
