@@ -336,6 +336,8 @@ def _work(
         )
         engine = create_engine(spec, settings.model, config, tokenizer, before_step=watcher.before_step)
         stack.callback(engine.close)
+        if settings.model is not None:
+            settings.model.refuse_changed_weights()
         lease.settle(give_up=lambda: stop.stopping)
         reader = InputReader(job.store.plan, max_row_bytes=spec.max_row_bytes)
         stack.callback(reader.close)
@@ -432,6 +434,7 @@ def _header(job: Job, engine_line: str, seconds: float) -> list[str]:
     if model is not None:
         from batchjob.models import ignored_generation_settings
 
+        lines += [f"warning: {warning}" for warning in model.warnings]
         if ignored := ignored_generation_settings(model):
             lines.append(f"warning: generation_config.json asks for {', '.join(ignored)}: not supported, left out")
     if sampling.max_tokens is None:
@@ -473,9 +476,13 @@ def _show_first_prompt(job: Job, tokenizer: Any, echo: Echo, prompt: Prompt, chu
 
 def validate(spec: JobSpec) -> Report:
     """Checks a job without a device: rows, prompts, lengths, ids. Raises a BatchJobError where nothing could run."""
+    from batchjob.models import check_loadable
     from batchjob.validate import validate_job
 
     if not spec.input:
         raise UsageError("give --input: a JSONL or Parquet file, a directory or a glob")
     anywhere = spec if spec.devices == "auto" else spec.replace(device="cpu", devices="auto")
-    return validate_job(spec, resolve_settings(anywhere))
+    settings = resolve_settings(anywhere)
+    if settings.model is not None:
+        check_loadable(settings.model)
+    return validate_job(spec, settings)

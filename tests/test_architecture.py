@@ -38,7 +38,7 @@ ARROWS: dict[str, set[str]] = {
     "plan": {"errors"},
     "devices": {"errors", "spec"},
     "core": {"records", "sampling", "errors"},
-    "engine": PLAIN | {"core"},
+    "engine": PLAIN | {"core", "models"},
     "store": PLAIN,
     "io": PLAIN,
     "models": PLAIN,

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from batchjob.engine.attention import StepContext
+from batchjob.engine.checkpoint import described
 from batchjob.engine.deterministic_parts import ROWS, make_deterministic, repeatable, set_switches
 from batchjob.engine.kv_cache import KVCache
 from batchjob.engine.load_check import logits_problem, packed_logits
-from batchjob.engine.model import LoadedModel, first_line, packed_forward
+from batchjob.engine.model import LoadedModel, packed_forward
 from batchjob.errors import UnsupportedModelError
 from batchjob_kernels import AttnMeta
 from batchjob_kernels.fixed_products import alone
@@ -50,7 +51,7 @@ class FixedRows:
             self._check(expected)
             self._prove()
         except RuntimeError as error:  # of an operation that adds in no fixed order, or of a layer of another form
-            raise UnsupportedModelError(f"{model.name} cannot run with --deterministic: {first_line(error)}") from error
+            raise UnsupportedModelError(f"{model.name} cannot run with --deterministic: {described(error)}") from error
 
     @torch.inference_mode()
     def forward(self, input_ids: Tensor, positions: Tensor, keep: Tensor, step: StepContext) -> Tensor:

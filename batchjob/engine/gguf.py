@@ -15,12 +15,18 @@ from typing import Any
 
 import torch
 
+from batchjob.engine.checkpoint import report_problem
+
 
 def convert(source: Path, target: Path, dtype: torch.dtype) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     where: dict[str, Any] = {"gguf_file": source.name, "local_files_only": True}
-    model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=dtype, **where)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        source.parent, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True, **where
+    )
+    if problem := report_problem(report):
+        raise ValueError(f"its weights are not those of a {type(model).__name__}: {problem}")
     tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
     # The weights are plain numbers now; what still calls them quantised would stop them from being saved and loaded.
     model.hf_quantizer = None

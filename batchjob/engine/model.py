@@ -6,22 +6,19 @@ because Transformers writes the name of the attention function into it.
 
 from __future__ import annotations
 
-import copy
-import importlib.util
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from batchjob.engine.attention import ATTENTION_NAME, LayerCall, StepContext, register
+from batchjob.engine.attention import LayerCall, StepContext
 from batchjob.engine.backends import HAVE_BLOCK_SIZES, READ_DEVICE_LENS
+from batchjob.engine.checkpoint import described, load_config, load_module
 from batchjob.engine.fuse import fuse
 from batchjob.engine.kv_cache import LayerShape
 from batchjob.engine.load_check import (
@@ -32,7 +29,7 @@ from batchjob.engine.load_check import (
     logits_problem,
     packed_logits,
 )
-from batchjob.errors import EngineError, UnsupportedModelError
+from batchjob.errors import UnsupportedModelError
 from batchjob_kernels.select import Selection
 
 Forward = Callable[[Tensor, Tensor, Tensor, StepContext], Tensor]
@@ -85,7 +82,7 @@ def load_model(
         path, config = Path(source), load_config(Path(source))
 
         def build() -> nn.Module:
-            return _load_module(path, copy.deepcopy(config), dtype, device, tensor_parallel)
+            return load_module(path, config, dtype, device, tensor_parallel)
 
     for with_fused in (True, False) if use_fused else (False,):
         module = build()
@@ -141,7 +138,7 @@ def prepare_model(
     try:
         problem = logits_problem(expected, packed())
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
-        raise UnsupportedModelError(f"{name} fails on packed input: {first_line(error)}") from error
+        raise UnsupportedModelError(f"{name} fails on packed input: {described(error)}") from error
     if problem:
         raise UnsupportedModelError(
             f"{name} gives {problem}: some part of it mixes tokens outside of its attention function"
@@ -189,62 +186,3 @@ def packed_forward(module: nn.Module, input_ids: Tensor, positions: Tensor, keep
         step=step,
     ).logits[0]
     return logits if len(logits) == len(keep) else logits[keep]
-
-
-def load_config(path: Path) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        message = f"{path} has no configuration that Transformers knows: {first_line(error)}"
-        raise UnsupportedModelError(message) from None
-
-
-def _load_module(
-    path: Path, config: Any, dtype: torch.dtype, device: torch.device, tensor_parallel: int = 1
-) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    register()
-    # Straight to the device where Transformers can; the host may not have the memory for a whole model.
-    is_direct = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
-    placement: dict[str, Any] = {"device_map": {"": str(device)} if is_direct else None}
-    if tensor_parallel > 1:
-        from transformers.distributed import DistributedConfig
-
-        placement, is_direct = {"distributed_config": DistributedConfig(tp_size=tensor_parallel, tp_plan="auto")}, True
-    try:
-        with _without_progress_bars():
-            module = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=config,
-                dtype=dtype,
-                **placement,
-                attn_implementation=ATTENTION_NAME,
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
-            )
-            return module if is_direct else module.to(device)
-    except ValueError as error:  # not a causal language model, or one that takes no attention function
-        raise UnsupportedModelError(f"{config.model_type} models do not run here: {first_line(error)}") from None
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise EngineError(f"{path} does not load: {first_line(error)}") from None
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    from transformers.utils import logging as transformers_logging
-
-    was_enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            transformers_logging.enable_progress_bar()
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -25,8 +25,8 @@ from typing import IO
 import torch
 
 from batchjob.core.plan import StepPlan
+from batchjob.engine.checkpoint import load_config
 from batchjob.engine.config import Capacity, EngineConfig
-from batchjob.engine.model import load_config
 from batchjob.engine.parallel_group import Group, abort, check_plan
 from batchjob.engine.runner import TokenHandle, TorchRunner
 from batchjob.engine.step_inputs import StepInputs

@@ -11,7 +11,7 @@ from typing import Any
 
 from batchjob.errors import UnsupportedModelError
 from batchjob.models import tokenizer_files
-from batchjob.models.weights import Weights, read_weights
+from batchjob.models.weights import Weights, read_weights, unused_weights, weights_stamp
 
 _MAX_CONFIG_BYTES = 16 * 2**20
 # Entries of config.json that say who wrote it, not what the model is.
@@ -38,6 +38,15 @@ class ModelInfo:
     weights_digest: str  # of every weight file's header and of samples of its tensors (see `weights`)
     tokenizer_digest: str  # of the files that turn text into tokens
     template_digest: str  # of the chat template; "" without one
+    weight_files: tuple[str, ...] = ()
+    weights_stamp: str = ""
+    warnings: tuple[str, ...] = ()
+
+    def refuse_changed_weights(self) -> None:
+        """To be called once the weights are loaded. Raises UnsupportedModelError if they may be others than `digest`
+        was made of."""
+        if weights_stamp(Path(self.path), self.weight_files) != self.weights_stamp:
+            raise UnsupportedModelError(f"the weights in {self.path} changed while they were loaded; run again")
 
 
 def read_model(directory: Path, *, name: str, source: str, revision: str | None = None) -> ModelInfo:
@@ -45,6 +54,7 @@ def read_model(directory: Path, *, name: str, source: str, revision: str | None 
     if not (directory / "config.json").is_file():
         raise UnsupportedModelError(
             f"{name} holds no config.json, so it is not a model that Transformers can load"
+            + ("; it is an adapter: merge it into its model" if (directory / "adapter_config.json").is_file() else "")
             + (f"; to use a GGUF file, name the file itself: {gguf[0]}" if (gguf := _gguf_files(directory)) else "")
         )
     config = read_json(directory / "config.json")
@@ -52,6 +62,8 @@ def read_model(directory: Path, *, name: str, source: str, revision: str | None 
     tokenizer_config = _read_optional(directory / "tokenizer_config.json")
     for file_name, content in (("config.json", config), ("tokenizer_config.json", tokenizer_config)):
         _refuse_remote_code(name, file_name, content)
+    _refuse_quantised(name, config)
+    _refuse_other_weights(directory, name, config)
     weights = read_weights(directory, name=name)
     tokenizer_eos = tokenizer_files.eos_token_id(directory, tokenizer_config)
     eos = {*_ids(generation_config), *_ids(config), *_ids(_text_config(config))}
@@ -71,6 +83,9 @@ def read_model(directory: Path, *, name: str, source: str, revision: str | None 
         weights_digest=weights.digest,
         tokenizer_digest=tokenizer_files.digest(directory, tokenizer_config),
         template_digest=tokenizer_files.template_digest(directory, tokenizer_config),
+        weight_files=weights.files,
+        weights_stamp=weights.stamp,
+        warnings=tuple(filter(None, [unused_weights(directory)])),
     )
 
 
@@ -106,6 +121,31 @@ def _refuse_remote_code(name: str, file_name: str, content: Mapping[str, Any]) -
             f"{name}: {file_name} asks for Python code from the model repository (auto_map), which batchjob never "
             "runs. If Transformers has this family built in, copy the model to a directory, take the auto_map entry "
             "out of the file, and give that directory as --model"
+        )
+
+
+def _refuse_quantised(name: str, config: Mapping[str, Any]) -> None:
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        found = part.get("quantization_config") or part.get("compression_config")
+        if found:
+            method = found.get("quant_method") if isinstance(found, dict) else None
+            raise UnsupportedModelError(
+                f"{name} has quantised weights ({method or 'quantization_config in config.json'}), which batchjob does "
+                "not run. Use the model in bfloat16, float16 or float32 that it was made from"
+            )
+
+
+def _refuse_other_weights(directory: Path, name: str, config: Mapping[str, Any]) -> None:
+    """What would make Transformers load other weights than the files that are checked here."""
+    if (directory / "adapter_config.json").is_file():
+        raise UnsupportedModelError(
+            f"{name} has an adapter (adapter_config.json), which batchjob does not apply. Merge it into the model and "
+            "save that (merge_and_unload in PEFT), or take adapter_config.json out to run the model without it"
+        )
+    if config.get("transformers_weights"):
+        raise UnsupportedModelError(
+            f"{name}: config.json names its own weights (transformers_weights = {config['transformers_weights']!r}); "
+            "take the entry out and name the file model.safetensors"
         )
 
 

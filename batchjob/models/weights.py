@@ -10,13 +10,14 @@ import hashlib
 import json
 import math
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from batchjob.errors import UnsupportedModelError
 
-_INDEX = "model.safetensors.index.json"
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100 * 2**20  # the official parser's own limit
 _BYTES = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
@@ -30,10 +31,35 @@ _MAX_SAMPLES = 4096  # bounds the time on a network file system to seconds
 
 
 @dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where one tensor of a model is, and what it is. `dtype` is in safetensors' spelling."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Weights:
     files: tuple[str, ...]
+    stamp: str  # of the files: another one is expected when their bytes have changed
     digest: str
     main_dtype: str  # dtype that holds most bytes, in safetensors' spelling
+
+
+def locate_tensors(directory: Path, *, name: str) -> dict[str, TensorPlace]:
+    """The tensors of a model by name: what is loaded, and what the digest of its weights covers.
+
+    Raises UnsupportedModelError for damaged or missing files, for an index that does not tell the truth about its
+    files, and for a tensor that two files hold.
+    """
+    places: dict[str, TensorPlace] = {}
+    for file_name in _weight_files(directory, name):
+        header, data_start = _read_header(directory / file_name)
+        _check_tensors(directory / file_name, header, data_start)
+        _add_places(places, file_name, header, name)
+    _check_index(directory, places, name)
+    return places
 
 
 def read_weights(directory: Path, *, name: str) -> Weights:
@@ -45,14 +71,18 @@ def read_weights(directory: Path, *, name: str) -> Weights:
     state = hashlib.sha256()
     sizes: Counter[str] = Counter()
     names = _weight_files(directory, name)
+    stamp = weights_stamp(directory, names)
     headers = []
+    places: dict[str, TensorPlace] = {}
     for file_name in names:
         header, data_start = _read_header(directory / file_name)
         tensors = _check_tensors(directory / file_name, header, data_start)
+        _add_places(places, file_name, header, name)
         state.update(f"{file_name}\n{json.dumps(header, sort_keys=True)}\n".encode())
         for dtype, begin, end in tensors:
             sizes[dtype] += end - begin
         headers.append((directory / file_name, data_start, tensors))
+    _check_index(directory, places, name)
     num_places = sum(len(_places(begin, end)) for *_, tensors in headers for _, begin, end in tensors)
     stride = math.ceil(num_places / _MAX_SAMPLES) or 1
     seen = 0
@@ -65,10 +95,57 @@ def read_weights(directory: Path, *, name: str) -> Weights:
                         state.update(file.read(min(_SAMPLE_BYTES, end - place)))
                     seen += 1
     main_dtype = sizes.most_common(1)[0][0] if sizes else "F32"
-    return Weights(tuple(names), state.hexdigest(), main_dtype)
+    return Weights(tuple(names), stamp, state.hexdigest(), main_dtype)
+
+
+def weights_stamp(directory: Path, names: Iterable[str]) -> str:
+    """Sizes, times and places on disk of the weight files, links followed. Raises UnsupportedModelError."""
+    try:
+        stats = [(directory / name).stat() for name in names]
+    except OSError as error:
+        raise UnsupportedModelError(f"{error.filename} cannot be read: {error.strerror}") from None
+    return " ".join(f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}" for stat in stats)
+
+
+def _add_places(places: dict[str, TensorPlace], file_name: str, header: dict[str, Any], name: str) -> None:
+    for tensor, entry in header.items():
+        if tensor == "__metadata__":
+            continue
+        if tensor in places:
+            raise UnsupportedModelError(
+                f"{name}: the tensor {tensor} is both in {places[tensor].file} and in {file_name}; take one of them out"
+            )
+        places[tensor] = TensorPlace(file_name, entry["dtype"], tuple(entry["shape"]))
+
+
+def _check_index(directory: Path, places: Mapping[str, TensorPlace], name: str) -> None:
+    """The index, where it is what the files were found by, must have each tensor where it is."""
+    if (directory / _SINGLE).is_file() or not (directory / _INDEX).is_file():
+        return
+    index = _read_index(directory / _INDEX)
+    for tensor, file_name in index.items():
+        if tensor not in places or places[tensor].file != file_name:
+            where = f"it is in {places[tensor].file}" if tensor in places else "no file has it"
+            raise UnsupportedModelError(
+                f"{name}: {_INDEX} says that the tensor {tensor} is in {file_name}, but {where}; "
+                "fetch or save the model again"
+            )
+
+
+def unused_weights(directory: Path) -> str | None:
+    """Weight files that are not loaded although an index names them, as a warning, or None."""
+    if not (directory / _SINGLE).is_file() or not (directory / _INDEX).is_file():
+        return None
+    others = sorted(set(_read_index(directory / _INDEX).values()) - {_SINGLE})
+    if not others:
+        return None
+    return f"{directory} has {_SINGLE} and an index of {others[0]}: {_SINGLE} is used, as Transformers does"
 
 
 def _weight_files(directory: Path, name: str) -> list[str]:
+    """A single file comes before an index, as it does for Transformers."""
+    if (directory / _SINGLE).is_file():
+        return [_SINGLE]
     if (directory / _INDEX).is_file():
         names = _indexed_files(directory / _INDEX)
         missing = [file_name for file_name in names if not (directory / file_name).is_file()]
@@ -78,21 +155,27 @@ def _weight_files(directory: Path, name: str) -> list[str]:
                 "missing); was the download interrupted?"
             )
         return names
-    if (directory / "model.safetensors").is_file():
-        return ["model.safetensors"]
     pickled = sorted(path.name for path in directory.iterdir() if path.suffix in _PICKLED)
     found = f": it has {', '.join(pickled[:3])}, and loading such files can run code" if pickled else ""
     raise UnsupportedModelError(
-        f"{name} has no safetensors weights (model.safetensors or {_INDEX}){found}. "
+        f"{name} has no safetensors weights ({_SINGLE} or {_INDEX}){found}. "
         "Use a model or revision with .safetensors files, or convert it once with Transformers' save_pretrained"
     )
 
 
-def _indexed_files(path: Path) -> list[str]:
+def _read_index(path: Path) -> dict[str, str]:
+    """Tensor -> file."""
     try:
         content = json.loads(path.read_bytes())
-        names = sorted(set(content["weight_map"].values()))
+        return dict(content["weight_map"].items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UnsupportedModelError(f"{path} cannot be read: {error}") from None
+
+
+def _indexed_files(path: Path) -> list[str]:
+    try:
+        names = sorted(set(_read_index(path).values()))
+    except TypeError as error:
         raise UnsupportedModelError(f"{path} cannot be read: {error}") from None
     for file_name in names:
         beside = isinstance(file_name, str) and Path(file_name).name == file_name

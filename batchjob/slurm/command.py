@@ -54,6 +54,7 @@ def write_job(
     Returns the scripts. Raises a BatchJobError.
     """
     from batchjob.job import open_job
+    from batchjob.models import check_loadable
 
     if not spec.output or not spec.input:
         raise UsageError("a job for SLURM needs --output and --input")
@@ -68,6 +69,8 @@ def write_job(
         job = open_job(spec.replace(device="cuda", devices="auto"), echo)
     else:
         job = open_job(spec, echo)
+    if job.settings.model is not None:
+        check_loadable(job.settings.model)
     num_chunks = len(job.store.plan.chunks)
     job.store.close()
     if num_chunks < options.num_tasks:

@@ -179,3 +179,17 @@ def test_the_specs_of_a_resume_are_the_specs_of_the_python_call(source: Path, tm
     batchjob.run(spec, echo=lambda line: None)
     flags = ("--engine", "fake", "--input", source, "--output", tmp_path / "out", "--max-tokens", "4")
     assert cli("run", *flags).exit_code == 0
+
+
+def test_validate_refuses_a_checkpoint_that_is_not_the_model(source: Path, tmp_path: Path, tiny_llama: Path) -> None:
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_llama, broken)
+    tensors = load_file(broken / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    result = cli("validate", "--model", broken, "--raw", "--input", source)
+    assert (result.exit_code, "lm_head.weight" in result.output) == (70, True), result.output

@@ -268,3 +268,46 @@ def test_settings_without_effect_are_listed_and_neutral_ones_are_not(tmp_path: P
     config = {"no_repeat_ngram_size": 3, "num_beams": 1, "suppress_tokens": None, "typical_p": 1.0, "top_k": 5}
     info = resolve_model(str(make_model(tmp_path, generation_config__json=config)))
     assert ignored_generation_settings(info) == ("no_repeat_ngram_size = 3",)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, r"quantised weights \(awq\)"),
+        ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, r"quantised weights \(fp8\)"),
+        ({"compression_config": {"format": "pack"}}, r"quantised weights \(quantization_config in config.json\)"),
+        ({"transformers_weights": "other.safetensors"}, r"names its own weights"),
+    ],
+)
+def test_weights_that_are_not_plain_numbers_of_the_model_are_refused(
+    config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        resolve_model(str(make_model(tmp_path, config=config)))
+
+
+def test_an_adapter_beside_or_in_place_of_a_model_is_refused(tmp_path: Path) -> None:
+    model = make_model(tmp_path, adapter_config__json={"peft_type": "LORA"})
+    with pytest.raises(UnsupportedModelError, match=r"adapter .* Merge it into the model"):
+        resolve_model(str(model))
+    (model / "config.json").unlink()
+    with pytest.raises(UnsupportedModelError, match="it is an adapter: merge it"):
+        resolve_model(str(model))
+
+
+def test_weights_that_change_while_they_are_loaded_are_noticed(tmp_path: Path) -> None:
+    info = resolve_model(str(make_model(tmp_path)))
+    info.refuse_changed_weights()
+    write_safetensors(tmp_path / "model.safetensors", {"a": b"\0" * 16})
+    with pytest.raises(UnsupportedModelError, match="changed while they were loaded"):
+        info.refuse_changed_weights()
+
+
+def test_a_single_file_beside_an_index_of_others_is_said(tmp_path: Path) -> None:
+    index = {"weight_map": {"a": "model-1.safetensors"}}
+    info = resolve_model(str(make_model(tmp_path, **{"model__safetensors__index__json": index})))
+    assert info.weight_files == ("model.safetensors",)
+    assert "model.safetensors is used" in info.warnings[0]
+    index = {"weight_map": {"a": "model.safetensors"}}
+    info = resolve_model(str(make_model(tmp_path, **{"model__safetensors__index__json": index})))
+    assert info.warnings == ()

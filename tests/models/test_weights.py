@@ -76,7 +76,8 @@ def test_weights_in_several_files_must_all_be_there(tmp_path: Path) -> None:
     (tmp_path / "model-1.safetensors").write_bytes(GOOD)
     with pytest.raises(UnsupportedModelError, match=r"model-2\.safetensors.*1 of 2"):
         read_weights(tmp_path, name="m")
-    (tmp_path / "model-2.safetensors").write_bytes(GOOD)
+    (tmp_path / "model-1.safetensors").write_bytes(file_of({"a": entry(0, 8)}, bytes(8)))
+    (tmp_path / "model-2.safetensors").write_bytes(file_of({"b": entry(0, 8)}, bytes(8)))
     assert read_weights(tmp_path, name="m").files == ("model-1.safetensors", "model-2.safetensors")
 
 
