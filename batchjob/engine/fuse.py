@@ -1,8 +1,9 @@
-"""Swaps parts of a loaded model for faster ones, each kept only if it gives what the original gave.
+"""Swaps parts of a loaded model for faster ones: those whose forward is a known definition, if both give the same.
 
-One packed step is run with hooks that keep the input and the output of every part; a replacement is built by structure,
-run on the same input and compared. What does not fit, or differs, stays as it is: a missed speed-up, never an error.
-There are two sets of replacements: `fused_blocks` for float32 on a CPU, `fused_gpu` for a GPU.
+What a part computes is known by its definition (`known_forwards`), not by its output on a few tokens. As a second net,
+one packed step is run with hooks that keep the input and the output of every part, and a replacement is run on the same
+input and compared. What is not known, or differs, stays as it is: a missed speed-up, never an error. There are two sets
+of replacements: `fused_blocks` for float32 on a CPU, `fused_gpu` for a GPU.
 
 An original is let go as soon as it is replaced, so that merged weights need the memory of one part more, not twice
 that of the model.
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from batchjob.engine import fused_gpu
 from batchjob.engine.attention import LayerCall
 from batchjob.engine.fused_blocks import FusedAttention, FusedLayer, FusedMLP, FusedNorm
+from batchjob.engine.known_forwards import known_form
 from batchjob.engine.packed_linear import PackedLinear, can_pack, pack_linear
 
 __all__ = ["PackedLinear", "fuse", "pack_linear"]
@@ -47,7 +49,8 @@ class Recorded:
 
 
 Builder = Callable[[nn.Module], nn.Module | None]
-Kinds = dict[str, tuple[Builder, ...]]
+Kinds = dict[str, dict[str, Builder]]  # kind of part -> form of its forward -> what replaces it
+_LINEAR = "linear"  # stands for the form of a plain linear layer
 
 
 @torch.inference_mode()
@@ -73,7 +76,8 @@ def fuse(
             part = _original(module, path)
             if part is None:
                 continue
-            if any(_replace(module, path, part, builder, recorded) for builder in builders):
+            builder = builders.get(_LINEAR) or builders.get(known_form(part) or "")
+            if builder is not None and _replace(module, path, part, builder, recorded):
                 done[kind] += 1
                 call_of.pop(id(part), None)
     if torch.cuda.is_available():
@@ -93,22 +97,33 @@ def _original(module: nn.Module, path: str) -> nn.Module | None:
 def _kinds(weight: Tensor, call_of: dict[int, LayerCall], ops: ModuleType | None) -> Kinds:
     """In this order: attention takes over its fused norms, and a layer its fused attention and MLP."""
     if ops is not None and weight.dtype in _TOLERANCE:
+
+        def attention(part: nn.Module, *, half_angles: bool = False) -> nn.Module:
+            return fused_gpu.PagedAttention(part, call_of[id(part)], ops, half_angles=half_angles)
+
+        def mlp(part: nn.Module) -> nn.Module:
+            return fused_gpu.GatedMLP(part, ops)
+
         return {
-            "norms": (lambda part: fused_gpu.RMSNorm(part, ops), lambda part: fused_gpu.RMSNorm(part, ops, offset=1.0)),
-            "attentions": (
-                lambda part: fused_gpu.PagedAttention(part, call_of[id(part)], ops),
-                lambda part: fused_gpu.PagedAttention(part, call_of[id(part)], ops, half_angles=True),
-            ),
-            "MLPs": (lambda part: fused_gpu.GatedMLP(part, ops),),
-            "layers": (fused_gpu.PreNormLayer, fused_gpu.SandwichLayer),
+            "norms": {
+                "rms_norm": lambda part: fused_gpu.RMSNorm(part, ops),
+                "offset_rms_norm": lambda part: fused_gpu.RMSNorm(part, ops, offset=1.0),
+            },
+            "attentions": {
+                "attention": attention,
+                "merged_attention": attention,
+                "half_angle_attention": lambda part: attention(part, half_angles=True),
+            },
+            "MLPs": {"gated_mlp": mlp, "merged_gated_mlp": mlp},
+            "layers": {"pre_norm_layer": fused_gpu.PreNormLayer, "sandwich_layer": fused_gpu.SandwichLayer},
         }
     if ops is None and can_pack(weight):
         return {
-            "norms": (FusedNorm.of, lambda part: FusedNorm.of(part, offset=1.0)),
-            "attentions": (lambda part: FusedAttention(part, call_of[id(part)]),),
-            "MLPs": (FusedMLP,),
-            "layers": (FusedLayer,),
-            "linear layers": (pack_linear,),
+            "norms": {"rms_norm": FusedNorm.of, "offset_rms_norm": lambda part: FusedNorm.of(part, offset=1.0)},
+            "attentions": {"attention": lambda part: FusedAttention(part, call_of[id(part)])},
+            "MLPs": {"gated_mlp": FusedMLP},
+            "layers": {"pre_norm_layer": FusedLayer},
+            "linear layers": {_LINEAR: pack_linear},
         }
     return {}
 

@@ -1,5 +1,5 @@
-"""The parts of a decoder layer in fewer and larger operations. Each is built from a Transformers module of a certain
-structure, whatever its class; `fuse` keeps it only where it gives what that module gave.
+"""The parts of a decoder layer in fewer and larger operations. Each is built from a Transformers module of a known
+form; `fuse` knows which, and keeps it only where it gives what that module gave.
 
 Inside, a step is two-dimensional, [num_tokens, hidden_size]; Transformers' own batch axis of 1 is put back at the edge.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from batchjob.engine.attention import LayerCall, StepContext
+from batchjob.engine.known_forwards import known_activation
 from batchjob.engine.packed_linear import POST_OPS, PackedLinear, can_pack
 
 
@@ -42,9 +43,7 @@ class FusedMLP(nn.Module):
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
         self._gate, self._up, self._down = (_packed(mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
-        probe = torch.linspace(-4, 4, 64)
-        expected = mlp.act_fn(probe)  # type: ignore[operator]
-        self._post_op = next(name for function, name in POST_OPS if torch.allclose(function(probe), expected))
+        self._post_op = POST_OPS[known_activation(mlp.act_fn) or ""]
 
     def forward(self, x: Tensor) -> Tensor:
         return self._down(self._inner(x))

@@ -1,5 +1,5 @@
-"""The parts of a decoder layer in few launches, for a GPU. Each is built from a Transformers module of a certain
-structure, whatever its class; `fuse` keeps it only where it gives what that module gave.
+"""The parts of a decoder layer in few launches, for a GPU. Each is built from a Transformers module of a known form;
+`fuse` knows which, and keeps it only where it gives what that module gave.
 
 Llama's layer comes down to nine launches: norm, merged q, k and v product, rotation with the KV write, attention,
 output product, norm, merged gate and up product, gated activation, down product; the last product of each half adds to
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from batchjob.engine.attention import LayerCall, StepContext
+from batchjob.engine.known_forwards import known_activation
 from batchjob_kernels.reference_ops import ACTIVATIONS
 
 Part = TypeVar("Part", bound=nn.Module)
@@ -79,12 +80,10 @@ class GatedMLP(nn.Module):
         merged = hasattr(mlp, "gate_up_proj")
         self.gate_up = _merged(mlp, "gate_up_proj") if merged else _merged(mlp, "gate_proj", "up_proj")
         self.down = _merged(mlp, "down_proj")
-        activation = mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn
-        probe = torch.linspace(-4, 4, 64)
-        expected = activation(probe)  # type: ignore[operator]
-        self._activation = next(
-            name for name, function in ACTIVATIONS.items() if torch.allclose(function(probe), expected)
-        )
+        activation = known_activation(mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn)
+        if activation not in ACTIVATIONS:
+            raise TypeError("its activation has no fused form")
+        self._activation = activation
         self._ops = ops
 
     def forward(self, x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ _ATTENTION_TYPES = {"full_attention", "sliding_attention"}
 # Greatest difference of packed and eager logits, as a share of the largest logit.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.bfloat16: 0.1, torch.float16: 0.05}
 # Sequence 0 comes in three parts beside a whole one, with one-token steps at the end: (sequence, start, stop) per step.
-_TEST_LENS = (23, 12)
+TEST_LENS = (23, 12)
 _TEST_STEPS = (((0, 0, 13), (1, 0, 11)), ((1, 11, 12), (0, 13, 22)), ((0, 22, 23),))
 TEST_BLOCK_SIZE = 4
 
@@ -104,17 +104,28 @@ def _layer_problem(call: LayerCall, config: Any, layer_type: str | None) -> str 
 def _test_tokens(module: nn.Module) -> list[Tensor]:
     vocab_size = int(module.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(vocab_size, (length,), generator=generator).to(_device(module)) for length in _TEST_LENS]
+    return [torch.randint(vocab_size, (length,), generator=generator).to(_device(module)) for length in TEST_LENS]
 
 
 @torch.inference_mode()
-def eager_logits(module: nn.Module) -> list[Tensor]:
-    """Logits [length, vocab] of each test sequence alone, by the model's own attention."""
+def eager_logits(module: nn.Module, first_position: int = 0) -> list[Tensor]:
+    """Logits [length, vocab] of each test sequence alone, by the model's own attention.
+
+    The sequences begin at `first_position`: what a model makes of positions, it is asked for there too.
+    """
     module.set_attn_implementation("eager")  # type: ignore[operator]
     try:
-        return [module(input_ids=ids[None], use_cache=False).logits[0] for ids in _test_tokens(module)]
+        return [_own_logits(module, ids, first_position) for ids in _test_tokens(module)]
     finally:
         module.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
+
+
+def _own_logits(module: nn.Module, ids: Tensor, first_position: int) -> Tensor:
+    more = {}
+    if first_position:
+        more["position_ids"] = torch.arange(first_position, first_position + len(ids), device=ids.device)[None]
+    logits: Tensor = module(input_ids=ids[None], use_cache=False, **more).logits[0]
+    return logits
 
 
 @torch.inference_mode()
@@ -126,6 +137,7 @@ def packed_logits(
     size: int = TEST_BLOCK_SIZE,
     *,
     has_device_lens: bool = False,
+    first_position: int = 0,
 ) -> list[Tensor]:
     """The same logits from packed steps over a paged cache with blocks of `size` tokens.
 
@@ -134,7 +146,7 @@ def packed_logits(
     tokens = _test_tokens(module)
     device = _device(module)
     dtype = next(module.parameters()).dtype
-    num_blocks = [-(-length // size) for length in _TEST_LENS]
+    num_blocks = [-(-length // size) for length in TEST_LENS]
     cache = KVCache(shapes, num_blocks=sum(num_blocks), block_size=size, dtype=dtype, device=device)
     dtype = torch.int32 if has_device_lens else torch.int64
     table = torch.full((2, max(num_blocks)), cache.null_block, dtype=dtype, device=device)
@@ -156,7 +168,8 @@ def packed_logits(
             meta.device_lens = DeviceLens.of(meta.query_lens, meta.kv_lens, rows, device)
         ids = torch.cat([tokens[row][start:stop] for row, start, stop in pieces])
         keep = torch.arange(len(ids), device=device)
-        logits = forward(module, ids, torch.cat(positions), keep, StepContext(meta, cache, backend))
+        where = torch.cat(positions) + first_position
+        logits = forward(module, ids, where, keep, StepContext(meta, cache, backend))
         for row, part in zip(rows, logits.split(meta.query_lens), strict=True):
             parts[row].append(part)
     return [torch.cat(of_row) for of_row in parts]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,7 @@ from batchjob.engine.backends import HAVE_BLOCK_SIZES, READ_DEVICE_LENS
 from batchjob.engine.checkpoint import described, load_config, load_module
 from batchjob.engine.fuse import fuse
 from batchjob.engine.kv_cache import LayerShape
+from batchjob.engine.length_check import SMALL_WINDOW, first_positions, short_windows
 from batchjob.engine.load_check import (
     TEST_BLOCK_SIZE,
     check_layers,
@@ -48,6 +50,7 @@ class LoadedModel:
     name: str  # of its class
     backend: Selection  # of attention
     fused: dict[str, int]  # kind of part -> how many were replaced by faster ones
+    unfused: tuple[str, ...] = ()  # classes of attention that were to be fused and run as they are
     unknown_ids: Tensor | None = None  # int64; ids that stand for no token, which are never to be drawn
 
     def forward(self, input_ids: Tensor, positions: Tensor, keep: Tensor, step: StepContext) -> Tensor:
@@ -122,10 +125,9 @@ def prepare_model(
     _watch_hidden_states(module)
     shapes = [LayerShape(call.num_kv_heads, call.head_dim) for call in calls]
     backend = choose_backend(calls)
-    expected = eager_logits(module)
     test_block_size = block_size if backend.name in HAVE_BLOCK_SIZES else TEST_BLOCK_SIZE
 
-    def packed() -> list[Tensor]:
+    def packed(first_position: int = 0) -> list[Tensor]:
         return packed_logits(
             module,
             shapes,
@@ -133,20 +135,50 @@ def prepare_model(
             packed_forward,
             test_block_size,
             has_device_lens=backend.name in READ_DEVICE_LENS,
+            first_position=first_position,
         )
 
+    expected: dict[int, list[Tensor]] = {}  # by first position
+    for first_position in first_positions(module.config.get_text_config(), max_model_len):  # type: ignore[union-attr, operator]
+        expected[first_position] = eager_logits(module, first_position)
+        if problem := _packed_problem(name, expected[first_position], partial(packed, first_position)):
+            raise UnsupportedModelError(
+                f"{name} gives {problem}: some part of it mixes tokens outside of its attention function"
+                if first_position == 0
+                else f"{name} gives {problem}, at positions from {first_position} on; "
+                f"set --max-model-len to at most {first_position}"
+            )
+    _check_windows(module, calls, packed)
+    attentions = {type(call.module).__name__ for call in calls}
+    fused = fuse(module, calls, packed, ops=ops) if use_fused else {}
+    if fused and not all(_still_equal(logits, partial(packed, at)) for at, logits in expected.items()):
+        return None
+    left = attentions & {type(part).__name__ for part in module.modules()} if fused else set()
+    return LoadedModel(module, shapes, expected[0][0].shape[1], name, backend, fused, tuple(sorted(left)))
+
+
+def _packed_problem(name: str, expected: list[Tensor], packed: Callable[[], list[Tensor]]) -> str | None:
     try:
-        problem = logits_problem(expected, packed())
+        return logits_problem(expected, packed())
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise UnsupportedModelError(f"{name} fails on packed input: {described(error)}") from error
-    if problem:
-        raise UnsupportedModelError(
-            f"{name} gives {problem}: some part of it mixes tokens outside of its attention function"
-        )
-    fused = fuse(module, calls, packed, ops=ops) if use_fused else {}
-    if fused and not _still_equal(expected, packed):
-        return None
-    return LoadedModel(module, shapes, expected[0].shape[1], name, backend, fused)
+
+
+def _check_windows(module: nn.Module, calls: list[LayerCall], packed: Callable[[], list[Tensor]]) -> None:
+    """Compares once more with sliding windows of a few tokens. Raises UnsupportedModelError."""
+    name = type(module).__name__
+    with short_windows(module, calls) as has_windows:
+        if not has_windows:
+            return
+        longest = max((call.window or 0 for call in check_layers(module, packed_forward)), default=0)
+        if longest > SMALL_WINDOW:
+            raise UnsupportedModelError(f"{name} has a sliding window of {longest} tokens that cannot be checked")
+        if problem := _packed_problem(name, eager_logits(module), packed):
+            raise UnsupportedModelError(
+                f"{name} gives {problem}, once a row is longer than the sliding_window of its configuration: the "
+                "model's own code does not use that window as its attention is told. If the model was made without "
+                "one, set sliding_window to null in its config.json"
+            )
 
 
 def _watch_hidden_states(module: nn.Module) -> None:

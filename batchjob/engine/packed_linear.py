@@ -6,8 +6,6 @@ for the few dozen rows of a step. PyTorch's own compiler uses the same two opera
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -48,11 +46,7 @@ class PackedLinear(nn.Module):
 
 
 # Activation -> the operator's name for it, and its variant.
-POST_OPS: tuple[tuple[Any, tuple[str, str]], ...] = (
-    (nn.functional.silu, ("swish", "")),
-    (lambda x: nn.functional.gelu(x, approximate="tanh"), ("gelu", "tanh")),
-    (nn.functional.gelu, ("gelu", "none")),
-)
+POST_OPS = {"silu": ("swish", ""), "gelu_tanh": ("gelu", "tanh"), "gelu": ("gelu", "none")}
 
 
 def pack_linear(linear: nn.Module) -> PackedLinear | None:

@@ -183,6 +183,8 @@ class TorchRunner:
             parts.append(f"{torch.get_num_threads()} threads" + (" each" if size > 1 else ""))
         if self._device.type != "cpu" or config.attention_backend != "auto" or config.deterministic:
             parts.append(f"attention by {self._model.backend.name}")
+        if self._model.unfused:
+            parts.append(f"slower layers ({', '.join(self._model.unfused)} has no fused form)")
         if config.decode_steps_per_launch > 1:
             parts.append(f"{config.decode_steps_per_launch} decode steps per launch")
         if config.deterministic:

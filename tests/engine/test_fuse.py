@@ -19,6 +19,7 @@ from batchjob.engine.load_check import logits_problem, packed_logits
 from batchjob.engine.model import LoadedModel, packed_forward, prepare_model
 from batchjob.engine.packed_linear import POST_OPS, can_pack
 from batchjob_kernels import gather
+from batchjob_kernels.reference_ops import ACTIVATIONS
 
 sys.path.insert(0, str(Path(__file__).parent))
 from families import FAMILIES, build, use_gather
@@ -60,7 +61,8 @@ def test_what_comes_after_the_product() -> None:
     assert packed is not None
     x, other = torch.randn(9, 40), torch.randn(9, 24)
     with torch.inference_mode():
-        for function, name in POST_OPS:
+        for activation, name in POST_OPS.items():
+            function = ACTIVATIONS[activation]
             torch.testing.assert_close(packed.activated(x, name), function(linear(x)), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(packed.combined(x, other, "add"), linear(x) + other, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(packed.combined(x, other, "mul"), linear(x) * other, atol=1e-5, rtol=1e-5)
