@@ -99,6 +99,9 @@ class _Group(click.Group):
                 raise
             console.echo(f"batchjob: {error}")
             ctx.exit(error.exit_code)
+        except KeyboardInterrupt:  # before a job has its own way to stop, which is a bug to nobody
+            console.echo("batchjob: stopped (SIGINT): what is finished is safe; run the same command again to go on")
+            ctx.exit(StoppedEarlyError.exit_code)
         except BrokenPipeError:
             # The reader of our output went away (`batchjob status | head`): not an error of ours.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
-from batchjob.errors import BatchJobError
+from batchjob.errors import BatchJobError, FeederError
 from batchjob.feeder.batches import FedBatch, FeederConfig
 from batchjob.feeder.blame import Blame
 from batchjob.feeder.frames import HEADER, Begun, Failure, Order, Packed, Ready, write_frame
@@ -137,9 +137,13 @@ class Feeder:
         self._blame = Blame()
         self._asked: deque[_Asked] = deque()
         self._warned: set[str] = set()
+        self._has_said_its_last = False
         self._closed = threading.Event()
         self._sending = threading.Lock()  # held by whoever writes to the child, or puts another in its place
-        self._child = _Child(self._config)
+        try:
+            self._child = _Child(self._config)
+        except OSError as error:
+            raise FeederError(f"the process that reads and tokenises the input cannot be started: {error}") from error
         self._thread = threading.Thread(target=self._read, name="feeder", daemon=True)
         self._thread.start()
 
@@ -192,17 +196,26 @@ class Feeder:
     # -- the thread that listens to the child
 
     def _read(self) -> None:
-        while (came_down := self._listen()) is not None and not self._closed.is_set():
-            remedy = self._blame.accuse(*came_down)
-            _, how = came_down
-            if self._blame.gave_up is not None:
-                where = f" while it read {self._place()}" if not came_down[0] and self._asked else ""
-                message = f"the process that reads and tokenises the input {how}{where}, {self._blame.gave_up}"
-                self._queue.put(Failure("FeederError", f"{message}; finished rows are safe"))
-                return
-            self._queue.put(f"the process that reads and tokenises the input {how} and is started again; {remedy}")
-            self._closed.wait(min(_MAX_PAUSE, self._blame.pause))
-            if not self._start_again():
+        try:
+            self._watch()
+        except Exception as error:  # else nobody would ever say that no more will come
+            self._queue.put(Failure("FeederError", f"listening to the tokeniser failed: {error!r}"))
+
+    def _watch(self) -> None:
+        while not self._closed.is_set():
+            came_down = self._listen()
+            while came_down is not None and not self._closed.is_set():
+                rows, how = came_down
+                remedy = self._blame.accuse(rows, how)
+                if self._blame.gave_up is not None:
+                    where = f" while it read {self._place()}" if not rows and self._asked else ""
+                    message = f"the process that reads and tokenises the input {how}{where}, {self._blame.gave_up}"
+                    self._queue.put(Failure("FeederError", f"{message}; finished rows are safe"))
+                    return
+                self._queue.put(f"the process that reads and tokenises the input {how} and is started again; {remedy}")
+                self._closed.wait(min(_MAX_PAUSE, self._blame.pause))
+                came_down = self._start_again()
+            if self._has_said_its_last:
                 return
 
     def _listen(self) -> tuple[list[int], str] | None:
@@ -219,12 +232,16 @@ class Feeder:
                     self._queue.put(self._arrived(message))
                     rows, seconds = [], None
                 elif isinstance(message, Failure):
+                    self._has_said_its_last = True
                     self._queue.put(message)
                     return None
         except TimeoutError:
             self._child.end()
             doing = "the rows that it tokenises" if rows else "loading its tokeniser"
             return rows, f"hung: {seconds:.0f} s without a word about {doing}"
+        except OSError as error:
+            self._child.end()
+            return rows, f"cannot be heard: {error}"
         return rows, _ending(self._child.end(1.0))
 
     def _arrived(self, message: Packed) -> Packed:
@@ -238,15 +255,18 @@ class Feeder:
             self._warned.update(message.warnings)
         return message
 
-    def _start_again(self) -> bool:
+    def _start_again(self) -> tuple[list[int], str] | None:
+        """Another child, which is told what is left of every chunk. If it cannot be started, what `_listen` returns."""
         with self._sending:
-            if self._closed.is_set():
-                return False
-            self._child.close()
-            self._child = _Child(self._config)
-            for asked in self._asked:
-                self._child.send(asked.order(self._blame))
-            return True
+            if not self._closed.is_set():
+                self._child.close()
+                try:
+                    self._child = _Child(self._config)
+                except OSError as error:
+                    return [], f"cannot be started ({error})"
+                for asked in self._asked:
+                    self._child.send(asked.order(self._blame))
+        return None
 
     def _place(self) -> str:
         chunk = self._asked[0].chunk

@@ -203,3 +203,43 @@ def test_rows_that_take_long_one_after_the_other_are_no_hang(
     with closing(Feeder(config, said.append)) as feeder:
         assert all(prompt.error is None for prompt in drain(feeder, config))
     assert said == []
+
+
+def test_a_pipe_that_cannot_be_read_and_a_process_that_cannot_be_made_are_overcome(
+    tmp_path: Path, write_jsonl: WriteJsonl, config_of: ConfigOf, drain: Drain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"row {i}"} for i in range(600)]))
+    receive, popen = process._Child.receive, process.subprocess.Popen
+    failures: list[OSError] = [OSError(5, "Input/output error"), OSError(11, "Resource temporarily unavailable")]
+
+    def receive_late(self: Any, seconds: float | None) -> object:
+        if len(failures) == 2:
+            raise failures.pop()
+        return receive(self, seconds)
+
+    def start_late(*arguments: Any, **more: Any) -> Any:
+        if len(failures) == 1:
+            raise failures.pop()
+        return popen(*arguments, **more)
+
+    said: list[str] = []
+    with closing(Feeder(config, said.append)) as feeder:
+        monkeypatch.setattr(process._Child, "receive", receive_late)
+        monkeypatch.setattr(process.subprocess, "Popen", start_late)
+        os.kill(feeder.pid, signal.SIGKILL)
+        prompts = drain(feeder, config)
+    assert [prompt.row_index for prompt in prompts] == list(range(600))
+    assert all(prompt.error is None for prompt in prompts)
+    assert failures == []
+    assert any("cannot be started" in line for line in said)
+
+
+def test_whatever_fails_in_the_thread_that_listens_is_raised(
+    tmp_path: Path, write_jsonl: WriteJsonl, config_of: ConfigOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x"}]))
+    monkeypatch.setattr(Feeder, "_arrived", lambda self, message: 1 / 0)
+    with closing(Feeder(config)) as feeder:
+        feeder.feed(config.plan.chunks[0])
+        with pytest.raises(FeederError, match="ZeroDivisionError"):
+            wait(feeder, 30)

@@ -80,6 +80,18 @@ def test_exit_codes(arguments: tuple[str, ...], code: int, tmp_path: Path, monke
     assert "Traceback" not in result.output
 
 
+def test_an_interrupt_before_the_job_can_stop_by_itself_is_no_bug(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: Any, **more: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("batchjob.job.run", interrupted)
+    result = cli("run", "--engine", "fake", "--input", source, "--output", tmp_path / "out", "--no-supervisor")
+    assert result.exit_code == 75
+    assert "run the same command again" in result.output
+
+
 def test_a_url_is_never_made_into_a_local_directory(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
