@@ -14,7 +14,7 @@ from batchjob.prompts.source import PromptSource, resolve_prompt
 from batchjob.spec import JobSpec
 
 if TYPE_CHECKING:
-    from batchjob.io.inputs import FoundFile
+    from batchjob.io.formats import FoundFile
     from batchjob.io.planner import PlanResult
     from batchjob.store.store import Store
 

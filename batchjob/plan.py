@@ -15,7 +15,7 @@ class InputFile:
 
     path: str  # absolute
     format: str  # "jsonl" | "parquet"
-    compression: str  # "" | "gz" | "zst" (jsonl only)
+    compression: str  # "" | "gz" | "zst" | "xz" | "bz2" (jsonl only)
     size: int  # bytes
     mtime_ns: int
     num_rows: int

@@ -39,7 +39,7 @@ class JobSpec:
     # -- what to run on what
     model: str | None = _f(None, "Hub id, local directory, or .gguf file.", pinned=True, section="data")
     input: tuple[str, ...] = _f(
-        (), "JSONL (plain, .gz, .zst) or Parquet: file, directory or glob (repeatable).", section="data"
+        (), "JSONL (plain, .gz, .zst, .xz, .bz2) or Parquet: file, directory or glob (repeatable).", section="data"
     )
     output: str | None = _f(None, "Output directory; rows go to OUTPUT/data.", section="data")
     revision: str | None = _f(

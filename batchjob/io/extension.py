@@ -11,7 +11,7 @@ from dataclasses import replace
 import pyarrow as pa
 
 from batchjob.errors import InputDataError
-from batchjob.io.inputs import FoundFile
+from batchjob.io.formats import FoundFile
 from batchjob.io.planner import PlanResult, plan_files
 from batchjob.plan import Chunk, Plan
 from batchjob.spec import JobSpec

@@ -1,133 +1,88 @@
-"""From `--input` patterns to a list of files: globs, directories, formats and compression, and their stamps."""
+"""From `--input` patterns to a list of files, each once, and their stamps."""
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from stat import S_ISLNK
 
 from batchjob.errors import InputDataError, InputMissingError, StorageError, UsageError
+from batchjob.io.formats import FoundFile, detect
+from batchjob.io.walk import expand
 from batchjob.plan import InputFile
 
-_JSONL_NAMES = (".jsonl", ".ndjson")
-_PARQUET_NAMES = (".parquet", ".pq")
-_COMPRESSED = (".gz", ".zst")
 _EDGE = 1 << 16  # bytes hashed at either end of a file
-_REFUSED = {
-    b"PK\x03\x04": "a zip archive",
-    b"\xff\xfe": "UTF-16 text",
-    b"\xfe\xff": "UTF-16 text",
-    b"BZh": "bzip2 data",
-    b"\xfd7zXZ": "xz data",
-    b"ARROW1": "an Arrow file",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class FoundFile:
-    path: str  # absolute
-    format: str  # "jsonl" | "parquet"
-    compression: str  # "" | "gz" | "zst"
 
 
 def find_inputs(patterns: Sequence[str]) -> tuple[list[FoundFile], list[str]]:
     """The files behind files, directories and globs, and warnings. Patterns keep their order, files are sorted by name.
 
-    A directory is searched in depth for .jsonl, .ndjson and .parquet files (with .gz or .zst), and for .json ones where
-    there are no others; names that begin with a dot or an underscore are left out. A file that two patterns name counts
-    once. Raises InputMissingError (nothing there), InputDataError (not a format we read), UsageError.
+    A directory is searched in depth for .jsonl, .ndjson and .parquet files (and packed ones), and for .json ones where
+    there are no others; names that begin with a dot or an underscore are left out. A file that is named or linked twice
+    counts once. Raises InputMissingError (nothing there), InputDataError (not a format we read), UsageError.
     """
     if not patterns:
         raise UsageError("no input given: --input FILE, directory or glob")
-    paths: dict[str, None] = {}
-    twice: list[str] = []
+    known = _Known()
+    warnings: list[str] = []
     for pattern in patterns:
-        for path in _expand(pattern):
-            if path in paths:
-                twice.append(path)
-            paths[path] = None
-    files = [detect(path) for path in paths]
+        paths, said = expand(pattern)
+        warnings += said
+        known.add(paths)
+    files = [detect(path) for path in known.paths]
     formats = {file.format for file in files}
     if len(formats) > 1:
         examples = {file.format: file.path for file in reversed(files)}
         raise InputDataError(
             f"the inputs mix Parquet ({examples['parquet']}) and JSONL ({examples['jsonl']}); run one job for each"
         )
-    warnings = [f"{path} is named by two --input patterns and read once" for path in dict.fromkeys(twice)]
-    return files, warnings
+    return files, [*warnings, *known.warnings()]
 
 
-def _expand(pattern: str) -> list[str]:
-    if pattern == "-" or "://" in pattern:
-        raise UsageError(f"--input {pattern}: only local files, directories and globs are read")
-    path = os.path.abspath(os.path.expanduser(pattern))
-    if os.path.isdir(path):
-        found = _walk(path)
-        if not found:
-            raise InputMissingError(f"--input {pattern}: the directory holds no .jsonl, .json or .parquet file")
-        return found
-    if os.path.exists(path):
-        return [path]
-    if glob.has_magic(path):
-        found = sorted(match for match in glob.glob(path, recursive=True) if os.path.isfile(match))
-        if found:
-            return found
-        raise InputMissingError(f"--input {pattern}: no file matches")
-    raise InputMissingError(f"--input {pattern}: no such file or directory")
+class _Known:
+    """Files that have been named, by what they are: of several names of one file the first counts."""
 
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self._by_place: dict[str | tuple[int, int], str] = {}
+        self._folders: dict[str, str] = {}  # as named -> as it is
+        self._again: list[str] = []
 
-def _walk(root: str) -> list[str]:
-    found: list[str] = []
-    maybe: list[str] = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name[0] not in "._"]
-        for name in names:
-            if name[0] in "._":
-                continue
-            base = _base_name(name)
-            if base.endswith(_JSONL_NAMES) or name.endswith(_PARQUET_NAMES):
-                found.append(os.path.join(folder, name))
-            elif base.endswith(".json"):
-                maybe.append(os.path.join(folder, name))
-    return sorted(found or maybe)
+    def add(self, paths: Sequence[str]) -> None:
+        """Those of one pattern, which are then sorted by name."""
+        new: dict[str, None] = {}
+        for path in paths:
+            places = self._places(path)
+            known = next((self._by_place[place] for place in places if place in self._by_place), None)
+            if known is None:
+                self._by_place.update(dict.fromkeys(places, path))
+                new[path] = None
+            elif known == path:
+                self._again.append(f"{path} is named by two --input patterns and read once")
+            elif known not in new or len(places) > 1 or os.path.islink(path):  # else its folder is linked twice
+                self._again.append(f"{path} is the same file as {known} and read once")
+        self.paths += sorted(new)
 
+    def _places(self, path: str) -> list[str | tuple[int, int]]:
+        folder, name = os.path.split(path)
+        if folder not in self._folders:
+            self._folders[folder] = os.path.realpath(folder)
+        try:
+            stat = os.lstat(path)
+            if S_ISLNK(stat.st_mode):
+                stat = os.stat(path)
+                real = os.path.realpath(path)
+            else:
+                real = os.path.join(self._folders[folder], name)
+        except OSError as error:
+            raise InputMissingError(f"cannot read {path}: {error.strerror or error}") from error
+        return [real] if stat.st_nlink < 2 else [real, (stat.st_dev, stat.st_ino)]
 
-def _base_name(name: str) -> str:
-    name = name.lower()
-    for ending in _COMPRESSED:
-        name = name.removesuffix(ending)
-    return name
-
-
-def detect(path: str) -> FoundFile:
-    """Format and compression by content, by name where the content does not tell."""
-    try:
-        with open(path, "rb") as file:
-            head = file.read(16)
-    except OSError as error:
-        raise InputMissingError(f"cannot read {path}: {error.strerror or error}") from error
-    if head.startswith(b"PAR1"):
-        return FoundFile(path, "parquet", "")
-    base = _base_name(os.path.basename(path))
-    if base.endswith(_PARQUET_NAMES):
-        hint = "it is compressed as a whole; unpack it" if head[:2] == b"\x1f\x8b" or head[:4] == _ZSTD else "corrupt?"
-        raise InputDataError(f"{path} is not a Parquet file ({hint})")
-    for magic, what in _REFUSED.items():
-        if head.startswith(magic):
-            raise InputDataError(f"{path} is {what}; batchjob reads JSONL (UTF-8, plain, .gz, .zst) and Parquet")
-    if head[:2] == b"\x1f\x8b":
-        return FoundFile(path, "jsonl", "gz")
-    if head[:4] == _ZSTD:
-        return FoundFile(path, "jsonl", "zst")
-    if base.endswith((".csv", ".tsv", ".arrow", ".xlsx", ".tar")):
-        raise InputDataError(f"{path}: {Path(base).suffix} files are not read; convert to JSONL or Parquet")
-    return FoundFile(path, "jsonl", "")
-
-
-_ZSTD = b"\x28\xb5\x2f\xfd"
+    def warnings(self) -> list[str]:
+        first = list(dict.fromkeys(self._again))
+        more = f" (and {len(first) - 1:,} more files like it)" if len(first) > 1 else ""
+        return [first[0] + more] if first else []
 
 
 def digest(path: str, how: str) -> str:

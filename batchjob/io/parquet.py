@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ def open_parquet(path: str) -> pq.ParquetFile:
     """Reads the footer only. Column chunks are streamed, not loaded whole. Raises InputDataError."""
     try:
         file = pq.ParquetFile(
-            path,
+            pa.OSFile(os.fsencode(path)),  # a path as text would have to be UTF-8
             buffer_size=1 << 20,
             pre_buffer=False,
             page_checksum_verification=True,

@@ -15,8 +15,10 @@ import pyarrow as pa
 from batchjob.errors import InputDataError, InputMissingError
 from batchjob.io import jsonl, parquet
 from batchjob.io.footers import check_footers
-from batchjob.io.inputs import FoundFile, digest, find_inputs
+from batchjob.io.formats import FoundFile
+from batchjob.io.inputs import digest, find_inputs
 from batchjob.io.streams import iter_lines
+from batchjob.io.walk import check_regular
 from batchjob.plan import Chunk, InputFile, Plan, Segment
 from batchjob.records import RowError
 from batchjob.spec import JobSpec
@@ -169,7 +171,7 @@ def _cut(files: Sequence[InputFile], size: int, index: _Index | None) -> list[Ch
 
 def _stamp(found: FoundFile, before: os.stat_result, num_rows: int, how: str) -> InputFile:
     """The file as it was before it was read. Raises InputMissingError if it changed meanwhile."""
-    stat = os.stat(found.path)
+    stat = check_regular(found.path)
     if (stat.st_size, stat.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
         raise InputMissingError(f"{found.path} changed while it was being planned; run again when it is complete")
     return InputFile(
@@ -192,7 +194,7 @@ def _scan_parquet(found: Sequence[FoundFile], limit: int | None) -> _Scan:
     for item in found:
         if left == 0 and files:
             break
-        before = os.stat(item.path)
+        before = check_regular(item.path)
         file = parquet.open_parquet(item.path)
         schemas.append((item.path, file.schema_arrow))
         metadata = file.metadata
@@ -211,13 +213,16 @@ def _scan_parquet(found: Sequence[FoundFile], limit: int | None) -> _Scan:
 def _scan_jsonl(found: Sequence[FoundFile], limit: int | None, index: _Index, max_row_bytes: int) -> _Scan:
     types = jsonl.ColumnTypes()
     scan = _Scan([], {}, pa.schema([]), index, [])
+    empty: list[str] = []
     total = 0
     next_point = 0
     for item in found:
         if limit is not None and total >= limit and scan.files:
             break
-        before = os.stat(item.path)
+        before = check_regular(item.path)
         first = total
+        good = 0
+        first_bad = ""
         whole = True
         for offset, line, raw in iter_lines(item.path, item.compression, max_line_bytes=max_row_bytes):
             if total == limit:
@@ -229,6 +234,7 @@ def _scan_jsonl(found: Sequence[FoundFile], limit: int | None, index: _Index, ma
                 next_point = total + index.step - total % index.step
             row, error = (None, raw) if isinstance(raw, RowError) else jsonl.parse_row(raw)
             if row is not None:
+                good += 1
                 types.add(row)
                 if len(types) > jsonl.MAX_COLUMNS:
                     raise InputDataError(
@@ -237,19 +243,24 @@ def _scan_jsonl(found: Sequence[FoundFile], limit: int | None, index: _Index, ma
                     )
             if error is not None:
                 scan.num_bad_rows += 1
-                if scan.num_bad_rows == 1:
-                    scan.first_bad_row = f"{item.path}:{line}: {error.message}"
+                first_bad = first_bad or f"{item.path}:{line}: {error.message}"
+                scan.first_bad_row = scan.first_bad_row or first_bad
                 if error.type == "input_damaged":
                     scan.warnings.append(f"{item.path}:{line}: {error.message}")
                 if row is None and total == first and isinstance(raw, bytes):
                     _refuse_json_document(item.path, raw)
             total += 1
+        if total > first and not good and (whole or not len(types)):
+            raise InputDataError(
+                f"{item.path}: not one of its {total - first:,} rows is a JSON object; first: {first_bad}. batchjob "
+                "reads JSON Lines: one object per line. Convert the file, or leave it out"
+            )
+        if total == first and whole:
+            empty.append(item.path)
         scan.files.append(_stamp(item, before, total - first, "full" if whole else "ends"))
-    if total and total == scan.num_bad_rows and not len(types):
-        raise InputDataError(
-            f"not one of the {total:,} rows is a JSON object; first: {scan.first_bad_row}. "
-            "batchjob reads JSON Lines: one object per line"
-        )
+    if empty and len(found) > 1:
+        number = f"{len(empty):,} input files hold" if len(empty) > 1 else "1 input file holds"
+        scan.warnings.append(f"{number} no rows: {empty[0]}" + " ..." * (len(empty) > 1))
     scan.columns = types.kinds()
     scan.null_columns = types.only_null()
     scan.schema = pa.schema([pa.field(name, _ARROW[kind]) for name, kind in scan.columns.items()])
@@ -257,9 +268,11 @@ def _scan_jsonl(found: Sequence[FoundFile], limit: int | None, index: _Index, ma
 
 
 def _refuse_json_document(path: str, first_line: bytes) -> None:
-    """A .json file that holds one document over many lines is refused with what to do."""
-    if ".json" not in os.path.basename(path).lower().removesuffix("l") or ".jsonl" in path.lower():
-        return
-    if first_line.strip() in (b"{", b"["):
-        what = "an indented JSON object" if first_line.strip() == b"{" else "a JSON array"
-        raise InputDataError(f"{path} is {what}, not JSON Lines; convert it with: jq -c '.[]' FILE > FILE.jsonl")
+    """A file that holds one document over many lines is known by its first line, and refused with what to do."""
+    text = first_line.strip()
+    if text in (b"{", b"["):
+        what = "an indented JSON object" if text == b"{" else "a JSON array"
+        how = "jq -c ." if text == b"{" else "jq -c '.[]'"
+        raise InputDataError(f"{path} is {what}, not JSON Lines; convert it with: {how} FILE > FILE.jsonl")
+    if text.startswith(b"[{") and text.endswith(b"}]"):
+        raise InputDataError(f"{path} is a JSON array, not JSON Lines; convert it with: jq -c '.[]' FILE > FILE.jsonl")

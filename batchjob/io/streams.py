@@ -6,7 +6,7 @@ import gzip
 import os
 import zlib
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from batchjob.errors import StorageError
 from batchjob.records import RowError
@@ -16,6 +16,8 @@ _BOM = b"\xef\xbb\xbf"
 # Text of any use is not packed more tightly than this; a bomb is. It only ever ends a file that is this large unpacked.
 _MAX_EXPANSION = 500
 _EXPANSION_FLOOR = 1 << 30  # bytes
+_FEED = 4096  # compressed bytes per call: what such a piece held before a damaged place is lost
+_XZ_MEMORY = 1 << 30  # bytes that the window of an xz file may take: 16 times that of `xz -9`
 _ZSTD_FEED = 1024  # compressed bytes per call: even the densest input then expands to at most 32 MiB
 
 
@@ -87,6 +89,60 @@ class _Zstd:
         self._file.close()
 
 
+class _Streams:
+    """xz or bzip2: streams one after the other. Python's own files cannot bound the memory of a window, and take what
+    follows a stream for its end."""
+
+    def __init__(self, path: str, compression: str) -> None:
+        if compression == "xz":
+            import lzma
+
+            self._errors: tuple[type[Exception], ...] = (lzma.LZMAError, MemoryError)
+            self._make: Any = lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_XZ_MEMORY)
+        else:
+            import bz2
+
+            self._errors = (OSError, EOFError)
+            self._make = bz2.BZ2Decompressor
+        self._pads = compression == "xz"  # zeros may stand between streams
+        self._file = open(path, "rb")  # noqa: SIM115
+        self._stream = self._make()
+
+    def read(self, size: int, /) -> bytes:
+        while True:
+            data = b""
+            if self._stream.eof:
+                data = self._next_stream()
+                if not data:
+                    return b""
+            elif self._stream.needs_input:
+                data = self._file.read(_FEED)
+                if not data:
+                    raise DamagedError("the compressed data ends inside a stream")
+            try:
+                out: bytes = self._stream.decompress(data, size)
+            except self._errors as error:
+                raise DamagedError(str(error) or "out of memory") from None
+            if out:
+                return out
+
+    def _next_stream(self) -> bytes:
+        """The bytes that the next stream begins with, for a new decompressor; empty at the end of the file."""
+        data: bytes = self._stream.unused_data
+        while True:
+            if self._pads:
+                data = data.lstrip(b"\0")
+            if data:
+                self._stream = self._make()
+                return data
+            data = self._file.read(_FEED)
+            if not data:
+                return b""
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class _Bounded:
     """Ends a compressed file that expands without measure, always at the same byte."""
 
@@ -114,7 +170,7 @@ def open_bytes(path: str, compression: str, offset: int = 0) -> ByteSource:
         file = open(path, "rb", buffering=0)  # noqa: SIM115
         file.seek(offset)
         return file
-    source: ByteSource = _Bounded(_Gzip(path) if compression == "gz" else _Zstd(path), path)
+    source: ByteSource = _Bounded(_unpacked(path, compression), path)
     left = offset
     while left > 0:
         data = source.read(min(left, BLOCK))
@@ -124,6 +180,12 @@ def open_bytes(path: str, compression: str, offset: int = 0) -> ByteSource:
         if left < 0:  # a source may return more than asked for
             return _Pushback(data[left:], source)
     return source
+
+
+def _unpacked(path: str, compression: str) -> ByteSource:
+    if compression == "gz":
+        return _Gzip(path)
+    return _Zstd(path) if compression == "zst" else _Streams(path, compression)
 
 
 class _Pushback:

@@ -37,7 +37,7 @@ def _check_file(file: InputFile) -> None:
         raise ValueError("an input file is not described by text")
     if not file.path.startswith("/") or "\0" in file.path:
         raise ValueError(f"{file.path!r} is no absolute path")
-    if file.format not in ("jsonl", "parquet") or file.compression not in ("", "gz", "zst"):
+    if file.format not in ("jsonl", "parquet") or file.compression not in ("", "gz", "zst", "xz", "bz2"):
         raise ValueError(f"{file.path!r} has no known format")
     if not all(_is_count(number) for number in (file.size, file.num_rows)) or type(file.mtime_ns) is not int:
         raise ValueError(f"{file.path!r} has no sensible size")

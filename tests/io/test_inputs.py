@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchjob.errors import InputDataError, InputMissingError, UsageError
-from batchjob.io.inputs import check_unchanged, detect, find_inputs
+from batchjob.io.formats import detect
+from batchjob.io.inputs import check_unchanged, find_inputs
 from batchjob.io.planner import PlanResult
 
 Write = Callable[[str, bytes], Path]
