@@ -36,11 +36,12 @@ ARROWS: dict[str, set[str]] = {
     "spec": {"errors", "sampling"},
     "records": {"errors", "sampling", "spec"},
     "plan": {"errors"},
+    "jsonvalues": set(),
     "devices": {"errors", "spec"},
     "core": {"records", "sampling", "errors"},
     "engine": PLAIN | {"core", "models"},
-    "store": PLAIN,
-    "io": PLAIN,
+    "store": PLAIN | {"jsonvalues"},
+    "io": PLAIN | {"jsonvalues"},
     "models": PLAIN,
     "tokenizer": PLAIN,
     "prompts": PLAIN | {"tokenizer"},
@@ -57,7 +58,7 @@ ARROWS: dict[str, set[str]] = {
 NO_TORCH_IN_ENGINE = {"engine/__init__", "engine/config", "engine/engine", "engine/fake", "engine/stops"}
 THIRD_PARTY: dict[str, set[str]] = {
     "click": {"cli"},
-    "pyarrow": {"io", "store", "bench"},
+    "pyarrow": {"io", "store", "jsonvalues", "bench"},
     "zstandard": {"io"},
     "torch": {"engine", "bench"},
     "transformers": {"engine", "tokenizer", "bench"},

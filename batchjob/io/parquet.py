@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchjob.errors import InputDataError
+from batchjob.jsonvalues import is_binary, json_values
 
 _BATCH_BYTES = 8 << 20  # decoded bytes aimed at per batch
 _WORST_BATCH_BYTES = 256 << 20  # and never exceeded, but by a single row
@@ -154,21 +155,25 @@ def empty_batch(num_rows: int) -> pa.RecordBatch:
 
 
 def column_values(batch: pa.RecordBatch, name: str) -> list[Any]:
-    """Python values of one column; text that is not UTF-8 becomes an `Undecodable`."""
+    """The values of one column as `json_values` gives them; text that is not UTF-8 becomes an `Undecodable`.
+
+    A column of binary data stays that, so that nobody takes its base64 for text.
+    """
     column = batch.column(name)
+    if is_binary(column.type):
+        return list(column.to_pylist())
     try:
-        values: list[Any] = column.to_pylist()
+        return json_values(column)
     except UnicodeDecodeError:
-        values = [_one_value(value) for value in column]
-    return values
+        return [_one_value(column.slice(i, 1)) for i in range(len(column))]
 
 
 class Undecodable:
     """Stands for a Parquet string that is not UTF-8."""
 
 
-def _one_value(value: pa.Scalar) -> Any:
+def _one_value(array: pa.Array) -> Any:
     try:
-        return value.as_py()
+        return json_values(array)[0]
     except UnicodeDecodeError:
         return Undecodable()

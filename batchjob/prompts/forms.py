@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,9 +23,18 @@ def template_text(name: str, value: Any) -> str:
     if isinstance(value, bytes):
         raise InvalidPrompt(f"column {name!r} holds binary data, not text")
     try:
-        return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):  # dates, decimals and the like, from Parquet
-        return str(value)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # such as 1e999
+        finite = _without_infinities(value)
+        return finite if isinstance(finite, str) else json.dumps(finite, ensure_ascii=False)
+
+
+def _without_infinities(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_infinities(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_infinities(item) for item in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else f"{'-' * (value < 0)}Infinity"
 
 
 def plain_text(name: str, value: Any) -> str:
@@ -32,7 +42,16 @@ def plain_text(name: str, value: Any) -> str:
         return value
     if value is None:
         raise InvalidPrompt(f"column {name!r} is null or absent")
-    raise InvalidPrompt(f"column {name!r} holds {_kind(value)}, not text")
+    raise InvalidPrompt(f"column {name!r} holds {_kind(value)}, not text; {_as_text(name, value)}")
+
+
+def _as_text(name: str, value: Any) -> str:
+    """What may be done about a value that is no text."""
+    if isinstance(value, bytes):
+        return "decode it first"
+    remedy = f"--prompt '{{{name}}}' sends it as JSON writes it"
+    inner = next(iter(value), None) if isinstance(value, dict) else 0 if isinstance(value, list) and value else None
+    return remedy if inner is None else f"name what is in it, as in --prompt '{name}.{inner}', or {remedy}"
 
 
 def token_ids(name: str, value: Any, vocab_size: int) -> list[int]:
@@ -111,4 +130,5 @@ def _part(where: str, part: Any) -> str:
 
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number", str: "text"}
+    names[bytes] = "binary data"
     return names.get(type(value), f"a {type(value).__name__}")

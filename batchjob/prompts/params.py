@@ -42,15 +42,22 @@ class RowParams:
                 return f"{where} is not JSON: {error}"
             if value is None:
                 return self._default
-        if isinstance(value, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
-            value = dict(value)  # a Parquet map
+        value = {} if value == [] else _from_map(value)
         if not isinstance(value, Mapping):
             return f"{where} must hold an object of sampling settings"
         try:
-            params = self._base.override(value).with_special_stops(self._special_tokens)
+            given = {name: _from_map(item) for name, item in value.items()}
+            params = self._base.override(given).with_special_stops(self._special_tokens)
         except (UsageError, TypeError, ValueError, OverflowError) as error:  # such as a seed of 1e999
             return f"{where}: {error}"
         for token in (*params.stop_token_ids, *(token for token, _ in params.logit_bias)):
             if token >= self._vocab_size:
                 return f"{where}: token id {token} is not below the vocabulary size {self._vocab_size}"
         return params
+
+
+def _from_map(value: Any) -> Any:
+    """A Parquet map comes as a list of keys and values; here its keys are names."""
+    if isinstance(value, list) and all(isinstance(pair, dict) and pair.keys() == {"key", "value"} for pair in value):
+        return {pair["key"]: pair["value"] for pair in value} or value
+    return value

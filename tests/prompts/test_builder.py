@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 from collections.abc import Callable
 from typing import Any
 
@@ -61,7 +60,7 @@ def test_a_template_takes_values_of_any_type(builder: Builder, record: MakeRecor
     row = record(a="x {b}", b=7, c=[1, "\u00e9", None])
     assert text_of(make, row) == '{x {b}} 7/[1, "\u00e9", null]'
     assert text_of(make, record(a=2.5, b=True, c={"k": 1})) == '{2.5} true/{"k": 1}'
-    assert text_of(make, record(a="", b=dt.date(2024, 2, 29), c=" ")) == "{} 2024-02-29/ "
+    assert text_of(make, record(a="", b=float("inf"), c=[float("-inf")])) == '{} Infinity/["-Infinity"]'
 
 
 @pytest.mark.parametrize("fields", [{"a": "x"}, {"a": "x", "b": None}, {"a": "x", "b": b"raw"}])
@@ -173,7 +172,7 @@ def test_truncation_looks_at_the_rows_own_max_tokens(builder: Builder, record: M
         {"temperature": 0.5, "seed": 3, "stop": ["x"]},
         '{"temperature": 0.5, "seed": 3, "stop": "x"}',
         {"temperature": 0.5, "seed": 3, "stop": ["x"], "top_k": None},  # a Parquet struct has every field
-        [("temperature", 0.5), ("seed", 3), ("stop", "x")],  # a Parquet map
+        [{"key": "seed", "value": 3}, {"key": "temperature", "value": 0.5}, {"key": "stop", "value": "x"}],  # a map
     ],
 )
 def test_params_of_a_row_go_on_top_of_the_jobs(builder: Builder, record: MakeRecord, value: Any) -> None:

@@ -26,3 +26,10 @@ def test_stops_of_a_row_replace_those_of_the_job_each_under_its_own_name() -> No
     assert params.parse({"temperature": 0.5}) == SamplingParams(stop_token_ids=(9, 7), temperature=0.5)
     assert params.parse({}) is None
     assert params.parse("null") is None
+
+
+def test_the_settings_may_be_parquet_maps() -> None:
+    params = RowParams("params", SamplingParams(), 1000, {})
+    pairs = [{"key": "logit_bias", "value": [{"key": "7", "value": 1.0}]}, {"key": "stop_token_ids", "value": []}]
+    assert params.parse(pairs) == SamplingParams(logit_bias=((7, 1.0),))
+    assert params.parse([]) is None
