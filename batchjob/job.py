@@ -37,6 +37,7 @@ from batchjob.watch import END, LOAD, RUN, Assignment, Watcher
 
 if TYPE_CHECKING:
     from batchjob.feeder import FeederConfig
+    from batchjob.models import ModelInfo
     from batchjob.plan import Chunk
     from batchjob.prompts import PromptConfig
     from batchjob.records import Prompt
@@ -78,6 +79,10 @@ class Job:
         return "fake" if self.settings.model is None else self.settings.model.path
 
     @property
+    def tokenizer_digest(self) -> str:
+        return "" if self.settings.model is None else self.settings.model.text_digest
+
+    @property
     def feeder_config(self) -> FeederConfig:
         from batchjob.feeder import FeederConfig
 
@@ -85,6 +90,7 @@ class Job:
             plan=self.store.plan,
             prompt=self.prompt_config,
             tokenizer=self.tokenizer_name,
+            tokenizer_digest=self.tokenizer_digest,
             max_row_bytes=self.spec.max_row_bytes,
             load_seconds=self.spec.load_timeout,
         )
@@ -122,20 +128,24 @@ def run(spec: JobSpec, *, echo: Echo | None = None, watcher: Watcher | None = No
 # -- creating and resuming
 
 
-def open_job(spec: JobSpec, echo: Echo, asked: JobSpec | None = None) -> Job:
+def open_job(
+    spec: JobSpec, echo: Echo, asked: JobSpec | None = None, *, check: Callable[[ModelInfo], None] | None = None
+) -> Job:
     """The job in `spec.output`: made now, or found there and held against `spec`. A new one keeps `asked` as a record
-    of what it was started with."""
+    of what it was started with. Nothing is made where `check` refuses the model."""
     output = Path(spec.output or "")
-    job = _resume(spec, output, echo) if Store.exists(output) else _create(spec, output, echo, asked or spec)
+    job = _resume(spec, output, echo) if Store.exists(output) else _create(spec, output, echo, asked or spec, check)
     for warning in shared_streams(job.store.plan, spec.num_shards):
         echo(f"warning: {warning}")
     return job
 
 
-def _create(spec: JobSpec, output: Path, echo: Echo, asked: JobSpec) -> Job:
+def _create(spec: JobSpec, output: Path, echo: Echo, asked: JobSpec, check: Callable[[ModelInfo], None] | None) -> Job:
     from batchjob.io.planner import make_plan
 
     settings = resolve_settings(spec)
+    if check is not None and settings.model is not None:
+        check(settings.model)
     started = time.monotonic()
     planned = make_plan(spec, num_workers_hint=spec.num_shards)
     plan = planned.plan
@@ -306,7 +316,7 @@ def _work(
         watcher.phase(LOAD)
         loading = time.monotonic()
         echo(_model_line(settings))
-        tokenizer = load_tokenizer(job.tokenizer_name)
+        tokenizer = load_tokenizer(job.tokenizer_name, job.tokenizer_digest)
         unknown = tokenizer.unknown_ids(settings.known_vocab_size or 0)
         if len(unknown) > settings.vocab_size // 50:  # more than a vocabulary is padded by
             echo(
@@ -337,7 +347,7 @@ def _work(
         engine = create_engine(spec, settings.model, config, tokenizer, before_step=watcher.before_step)
         stack.callback(engine.close)
         if settings.model is not None:
-            settings.model.refuse_changed_weights()
+            settings.model.refuse_changed_files()
         lease.settle(give_up=lambda: stop.stopping)
         reader = InputReader(job.store.plan, max_row_bytes=spec.max_row_bytes)
         stack.callback(reader.close)

@@ -5,8 +5,6 @@ No torch. Transformers is imported only when an `HFTokenizer` is made.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -14,7 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from zlib import crc32
 
-from batchjob.errors import InputDataError, InputMissingError
+from batchjob.errors import InputDataError, InputMissingError, UnsupportedModelError
+from batchjob.models.tokenizer_files import text_digest
 
 Message = Mapping[str, Any]
 
@@ -48,8 +47,6 @@ class Tokenizer(Protocol):
     def special_tokens(self) -> tuple[str, ...]: ...
     @property
     def max_token_chars(self) -> int: ...
-    @property
-    def digest(self) -> str: ...
 
     def unknown_ids(self, vocab_size: int) -> list[int]:
         """Ids below `vocab_size` that stand for no token: models pad their vocabulary."""
@@ -68,9 +65,20 @@ class Tokenizer(Protocol):
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]: ...
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """`"fake"` gives the FakeTokenizer, anything else is a local directory with a tokenizer."""
-    return FakeTokenizer() if name == "fake" else HFTokenizer(name)
+def load_tokenizer(name: str, digest: str = "") -> Tokenizer:
+    """`"fake"` gives the FakeTokenizer, anything else is a local directory with a tokenizer.
+
+    With the `text_digest` of a job's model its files must still be those. Raises UnsupportedModelError.
+    """
+    if name == "fake":
+        return FakeTokenizer()
+    tokenizer = HFTokenizer(name)
+    if digest and text_digest(tokenizer.path) != digest:  # looked at after they were read, so these were read
+        raise UnsupportedModelError(
+            f"the tokenizer or chat template in {name} changed since this run began; put the old files back to go on, "
+            "or give another --output"
+        )
+    return tokenizer
 
 
 _FIRST_WORD = 4
@@ -100,7 +108,6 @@ class FakeTokenizer:
     vocab_size: int = 65_536
     special_tokens: tuple[str, ...] = ("<s>", "</s>")
     max_token_chars: int = 1 << 40  # a word may have any length
-    digest: str = "fake-1"
 
     def __init__(self) -> None:
         self._ids: dict[str, int] = {"<s>": 1, "</s>": 2}
@@ -146,21 +153,6 @@ class FakeTokenizer:
 
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
         return [_FAKE_SPECIAL[i] if i < _FIRST_WORD else self.decode([i]) for i in ids]
-
-
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 
 
 class HFTokenizer:
@@ -245,18 +237,6 @@ class HFTokenizer:
         if not hasattr(self, "_max_token_chars"):
             self._max_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
         return self._max_token_chars
-
-    @property
-    def digest(self) -> str:
-        """blake2b over the tokenizer's files: names, lengths, contents."""
-        hasher = hashlib.blake2b(digest_size=16)
-        for name in _TOKENIZER_FILES:
-            file = self.path / name
-            if file.is_file():
-                data = file.read_bytes()
-                hasher.update(json.dumps([name, len(data)]).encode())
-                hasher.update(data)
-        return hasher.hexdigest()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]

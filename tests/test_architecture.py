@@ -43,7 +43,7 @@ ARROWS: dict[str, set[str]] = {
     "store": PLAIN | {"jsonvalues"},
     "io": PLAIN | {"jsonvalues"},
     "models": PLAIN,
-    "tokenizer": PLAIN,
+    "tokenizer": PLAIN | {"models"},
     "prompts": PLAIN | {"tokenizer"},
     "feeder": PLAIN | {"io", "prompts", "tokenizer"},
     **dict.fromkeys(JOB, PLAIN | ROOMS | JOB | {"devices"}),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ from batchjob.models.weights import TensorPlace, locate_tensors
 _OLD_BUFFERS = re.compile(
     r"(^|\.)(attn|attention|self_attn)\.(masked_)?bias$|rotary_emb\.inv_freq$|(^|\.)position_ids$|^rope_freqs\.weight$"
 )
+# What stands beside the language model in a checkpoint that also takes pictures or sound.
+_OTHER_PARTS = re.compile(r"(model\.)?(vision|visual|audio|speech|image|multi_modal|mm_|vq)\w*\.")
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NUM_SHOWN = 3
 
@@ -52,14 +54,16 @@ def load_module(
 ) -> nn.Module:
     """The model of a checkpoint on `device` in `dtype`, with our attention function.
 
-    With `tensor_parallel` it is this process's share. Raises UnsupportedModelError or EngineError.
+    With `tensor_parallel` it is this process's share. Raises UnsupportedModelError or EngineError: where the headers
+    of the files tell, before a weight is read.
     """
+    check_checkpoint(path, copy.deepcopy(config))
     placement: dict[str, Any] = {"device_map": {"": str(device)}}
     if tensor_parallel > 1:
         from transformers.distributed import DistributedConfig
 
         placement = {"distributed_config": DistributedConfig(tp_size=tensor_parallel, tp_plan="auto")}
-    kind = _model_class(config)
+    kind, config, is_part = _model_class(copy.deepcopy(config))
     places = locate_tensors(path, name=str(path))
     with ExitStack() as stack:
         try:
@@ -68,23 +72,33 @@ def load_module(
             tensors = {name: opened[place.file].get_slice(name) for name, place in places.items()}
         except (OSError, SafetensorError) as error:
             raise EngineError(f"{path} does not load: {described(error)}") from None
-        return _filled(path, kind, copy.deepcopy(config), places, tensors, dtype, placement)
+        module = _filled(path, kind, config, places, tensors, dtype, placement, is_part=is_part)
+    if device.type == "cpu":
+        _own_memory(module)
+    return module
 
 
-def check_checkpoint(path: Path) -> None:
-    """Raises what `load_module` would raise, without reading a weight. Raises UnsupportedModelError or EngineError."""
-    config = load_config(path)
-    kind = _model_class(config)
+def check_checkpoint(path: Path, config: Any = None) -> None:
+    """Raises what `load_module` would raise, without reading a weight: UnsupportedModelError or EngineError."""
+    kind, config, is_part = _model_class(load_config(path) if config is None else config)
     places = locate_tensors(path, name=str(path))
     tensors = {
         name: torch.empty(place.shape, dtype=_FLOATS.get(place.dtype, torch.int64), device="meta")
         for name, place in places.items()
     }
-    _filled(path, kind, config, places, tensors, torch.float32, {"device_map": {"": "meta"}})
+    _filled(path, kind, config, places, tensors, torch.float32, {"device_map": {"": "meta"}}, is_part=is_part)
 
 
-def _model_class(config: Any) -> Any:
-    """The causal language model of Transformers that has such a configuration."""
+def _own_memory(module: nn.Module) -> None:
+    """On a CPU a tensor of the checkpoint's own dtype is a view of the file; who writes into the file would change the
+    model under the rows that run. One tensor at a time, so little more memory is needed than for the model."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data = tensor.data.clone()
+
+
+def _model_class(config: Any) -> tuple[Any, Any, bool]:
+    """The causal language model of Transformers that has such a configuration, and the part of it that is the model's:
+    the text part (True) of a checkpoint that also takes pictures or sound, else all of it."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     try:
@@ -93,7 +107,11 @@ def _model_class(config: Any) -> Any:
         raise UnsupportedModelError(f"{config.model_type} models do not run here: {described(error)}") from None
     if kind is None:
         raise UnsupportedModelError(f"{config.model_type} models are no causal language models: give another --model")
-    return kind[0] if isinstance(kind, tuple | list) else kind
+    kind = kind[0] if isinstance(kind, tuple | list) else kind
+    text_config = (getattr(config, "sub_configs", None) or {}).get("text_config")
+    if text_config is not None and kind.config_class is text_config:
+        return kind, config.get_text_config(), True
+    return kind, config, False
 
 
 def _filled(
@@ -104,6 +122,8 @@ def _filled(
     tensors: dict[str, Any],
     dtype: torch.dtype,
     placement: dict[str, Any],
+    *,
+    is_part: bool,
 ) -> nn.Module:
     register()
     try:
@@ -125,8 +145,10 @@ def _filled(
     except RuntimeError as error:
         raise EngineError(f"{path} does not load as {kind.__name__}: {described(error)}") from None
     except Exception as error:  # a family that takes no attention function, or a config that its code cannot use
-        raise UnsupportedModelError(f"{config.model_type} models do not run here: {described(error)}") from None
-    problem = report_problem(report) or _number_problem(module, places)
+        takes_none = isinstance(error, KeyError) and ATTENTION_NAME in error.args
+        reason = "their attention cannot be replaced by batchjob's" if takes_none else described(error)
+        raise UnsupportedModelError(f"{config.model_type} models do not run here: {reason}") from None
+    problem = report_problem(report, is_part=is_part) or _number_problem(module, places)
     if problem:
         made_for = [name for name in config.architectures or () if name != kind.__name__]
         hint = f" The checkpoint says it is for {', '.join(made_for)}." if made_for else ""
@@ -137,13 +159,18 @@ def _filled(
     return module  # type: ignore[no-any-return]
 
 
-def report_problem(report: Mapping[str, Any]) -> str | None:
+def report_problem(report: Mapping[str, Any], *, is_part: bool = False) -> str | None:
     """What of Transformers' report on a load means that the model is not the checkpoint's, or None.
 
-    Names that the model's class declares harmless are not in the report; those of old buffers are passed over.
+    Names that the model's class declares harmless are not in the report; those of old buffers are passed over,
+    and with `is_part` those of what turns pictures and sound into embeddings.
     """
     missing = sorted(report["missing_keys"])
-    unexpected = sorted(name for name in report["unexpected_keys"] if not _OLD_BUFFERS.search(name))
+    unexpected = sorted(
+        name
+        for name in report["unexpected_keys"]
+        if not _OLD_BUFFERS.search(name) and not (is_part and _OTHER_PARTS.match(name))
+    )
     mismatched = [
         f"{name} {list(there)} instead of {list(wanted)}" for name, there, wanted in sorted(report["mismatched_keys"])
     ]
@@ -167,18 +194,14 @@ def _counted(names: list[str], what: str) -> str:
 
 def _number_problem(module: nn.Module, places: Mapping[str, TensorPlace]) -> str | None:
     """Whole numbers and 8-bit floats where the model computes with floats: quantised weights without their scales."""
-    buffers = {name for name, buffer in module.named_buffers() if not buffer.is_floating_point()}
+    # By their last part: what stands before it may be another in the checkpoint.
+    buffers = {name.rpartition(".")[2] for name, buffer in module.named_buffers() if not buffer.is_floating_point()}
     wrong = [
         f"{name} {place.dtype}"
         for name, place in sorted(places.items())
-        if place.dtype not in _FLOATS and not _is_buffer(name, buffers) and not _OLD_BUFFERS.search(name)
+        if place.dtype not in _FLOATS and name.rpartition(".")[2] not in buffers and not _OLD_BUFFERS.search(name)
     ]
     return _counted(wrong, "not in floating-point numbers, as quantised weights are") or None
-
-
-def _is_buffer(name: str, buffers: Iterable[str]) -> bool:
-    """The name in a checkpoint may have another prefix."""
-    return any(name == buffer or name.endswith(f".{buffer}") or buffer.endswith(f".{name}") for buffer in buffers)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ class FeederConfig:
     max_row_bytes: int = 64 << 20
     load_seconds: float = 3600.0
     row_seconds: float = 60.0
+    tokenizer_digest: str = ""  # `ModelInfo.text_digest`: its files must still be those that it was made of
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Source:
 
         self._reader = InputReader(config.plan, max_row_bytes=config.max_row_bytes)
         self._columns = config.prompt.source.read
-        self._builder = PromptBuilder(config.prompt, load_tokenizer(config.tokenizer))
+        self._builder = PromptBuilder(config.prompt, load_tokenizer(config.tokenizer, config.tokenizer_digest))
         self._row_seconds = config.row_seconds
 
     def batches(

@@ -24,7 +24,7 @@ from pathlib import Path
 from batchjob.errors import StorageError, UnsupportedModelError
 from batchjob.models.gguf_header import check_header
 
-_FORMAT = 1  # raise when the conversion gives other files than before
+_FORMAT = 2  # raise when the conversion gives other files than before
 _SAMPLE_BYTES = 65536
 _NUM_SAMPLES = 256
 _BASE_MEMORY = 12 * 2**30  # address space of Python with torch, most of it never touched

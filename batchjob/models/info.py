@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,11 @@ _MAX_CONFIG_BYTES = 16 * 2**20
 _NO_EFFECT = {"_name_or_path", "transformers_version"}
 # The names that different families give to the longest position.
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
+# Where tools that quantise a model say so.
+_QUANTISED = ("quantization_config", "compression_config", "quantization")
+_QUANTISED_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+# A head for something else than the next token: LlamaForSequenceClassification, BertForMaskedLM, Qwen2ForRewardModel.
+_OTHER_KIND = re.compile(r"For(?!CausalLM|ConditionalGeneration)[A-Z]\w*$")
 _DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
 
@@ -42,11 +48,19 @@ class ModelInfo:
     weights_stamp: str = ""
     warnings: tuple[str, ...] = ()
 
-    def refuse_changed_weights(self) -> None:
-        """To be called once the weights are loaded. Raises UnsupportedModelError if they may be others than `digest`
-        was made of."""
-        if weights_stamp(Path(self.path), self.weight_files) != self.weights_stamp:
+    @property
+    def text_digest(self) -> str:
+        """Of all files that turn a row into tokens: `tokenizer_files.text_digest` when they are loaded."""
+        return tokenizer_files.joined(self.tokenizer_digest, self.template_digest)
+
+    def refuse_changed_files(self) -> None:
+        """To be called once the model is loaded. Raises UnsupportedModelError if its weights or its configuration may
+        be others than the digests were made of."""
+        path = Path(self.path)
+        if weights_stamp(path, self.weight_files) != self.weights_stamp:
             raise UnsupportedModelError(f"the weights in {self.path} changed while they were loaded; run again")
+        if _config_digest(read_json(path / "config.json")) != self.config_digest:
+            raise UnsupportedModelError(f"{path / 'config.json'} changed while the model was loaded; run again")
 
 
 def read_model(directory: Path, *, name: str, source: str, revision: str | None = None) -> ModelInfo:
@@ -62,7 +76,8 @@ def read_model(directory: Path, *, name: str, source: str, revision: str | None 
     tokenizer_config = _read_optional(directory / "tokenizer_config.json")
     for file_name, content in (("config.json", config), ("tokenizer_config.json", tokenizer_config)):
         _refuse_remote_code(name, file_name, content)
-    _refuse_quantised(name, config)
+    _refuse_quantised(directory, name, config)
+    _refuse_other_kind(name, config)
     _refuse_other_weights(directory, name, config)
     weights = read_weights(directory, name=name)
     tokenizer_eos = tokenizer_files.eos_token_id(directory, tokenizer_config)
@@ -124,15 +139,30 @@ def _refuse_remote_code(name: str, file_name: str, content: Mapping[str, Any]) -
         )
 
 
-def _refuse_quantised(name: str, config: Mapping[str, Any]) -> None:
+def _refuse_quantised(directory: Path, name: str, config: Mapping[str, Any]) -> None:
+    found = None
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-        found = part.get("quantization_config") or part.get("compression_config")
-        if found:
-            method = found.get("quant_method") if isinstance(found, dict) else None
-            raise UnsupportedModelError(
-                f"{name} has quantised weights ({method or 'quantization_config in config.json'}), which batchjob does "
-                "not run. Use the model in bfloat16, float16 or float32 that it was made from"
-            )
+        for key in _QUANTISED:
+            if value := part.get(key):
+                method = value.get("quant_method") if isinstance(value, dict) else None
+                found = found or method or f"{key} in config.json"
+    found = found or next((file_name for file_name in _QUANTISED_FILES if (directory / file_name).is_file()), None)
+    if found:
+        raise UnsupportedModelError(
+            f"{name} has quantised weights ({found}), which batchjob does not run. Use the model in bfloat16, float16 "
+            "or float32 that it was made from"
+        )
+
+
+def _refuse_other_kind(name: str, config: Mapping[str, Any]) -> None:
+    """A classifier or an encoder may have every tensor of a language model, and still none of its meaning."""
+    names = config.get("architectures")
+    kinds = [kind for kind in names if isinstance(kind, str)] if isinstance(names, list) else []
+    if kinds and all(_OTHER_KIND.search(kind) for kind in kinds):
+        raise UnsupportedModelError(
+            f"{name} is a {', '.join(kinds)} (architectures in config.json), not a model that writes text. Use the "
+            "causal language model that it was made from, or correct the entry if it is one"
+        )
 
 
 def _refuse_other_weights(directory: Path, name: str, config: Mapping[str, Any]) -> None:

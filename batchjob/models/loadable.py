@@ -26,6 +26,7 @@ def check_loadable(model: ModelInfo) -> None:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=_SECONDS,
             check=False,
         )

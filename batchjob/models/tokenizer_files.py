@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from batchjob.errors import UnsupportedModelError
 
-_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
-# Every file name that a tokenizer of Transformers is made of.
-_FILES = (
-    "added_tokens.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
+_TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+# The file names that a tokenizer of Transformers is made of.
+_FILES = re.compile(
+    r"added_tokens\.json|special_tokens_map\.json|tekken\.json|(merges|vocab)[\w-]*\.(txt|json|bpe)"
+    r"|tokenizer[\w.-]*\.json|(.*\.)?tokenizer|.*\.(model(\.v\d+)?|spm|tiktoken|codes)"
 )
 # Entries of tokenizer_config.json that say where it came from, not how text becomes tokens.
 _NO_EFFECT = {"chat_template", "is_local", "local_files_only", "name_or_path", "transformers_version"}
@@ -33,19 +26,38 @@ def digest(directory: Path, tokenizer_config: Mapping[str, Any]) -> str:
     state = hashlib.sha256()
     settings = {key: value for key, value in tokenizer_config.items() if key not in _NO_EFFECT}
     state.update(json.dumps(settings, sort_keys=True).encode())
-    for name in _FILES:
-        if (directory / name).is_file():
-            content = (directory / name).read_bytes()
-            state.update(f"\n{name} {len(content)}\n".encode())
+    for path in sorted(directory.iterdir()):
+        if _FILES.fullmatch(path.name) and path.name != "tokenizer_config.json" and path.is_file():
+            content = path.read_bytes()
+            state.update(f"\n{path.name} {len(content)}\n".encode())
             state.update(content)
     return state.hexdigest()
 
 
+def text_digest(directory: Path) -> str:
+    """Of everything that turns a row into tokens, as the files are now. Raises UnsupportedModelError."""
+    path = directory / "tokenizer_config.json"
+    tokenizer_config = _load(path) if path.is_file() else {}
+    return joined(digest(directory, tokenizer_config), template_digest(directory, tokenizer_config))
+
+
+def joined(tokenizer_digest: str, template_digest: str) -> str:
+    return f"{tokenizer_digest} {template_digest}"
+
+
 def template_digest(directory: Path, tokenizer_config: Mapping[str, Any]) -> str:
-    """SHA-256 of the chat template, wherever it is kept; "" without one."""
-    for name in _TEMPLATE_FILES:
-        if (directory / name).is_file():
-            return hashlib.sha256((directory / name).read_bytes()).hexdigest()
+    """SHA-256 of the chat templates that the tokenizer loads; "" without one.
+
+    Those in files come before what tokenizer_config.json says; chat_template.json is for processors of pictures alone.
+    """
+    more = sorted((directory / _TEMPLATES).glob("*.jinja"))
+    files = [path for path in (directory / _TEMPLATE, *more) if path.is_file()]
+    if files:
+        state = hashlib.sha256()
+        for path in files:
+            content = path.read_bytes()
+            state.update(content if path.name == _TEMPLATE else f"\n{path.name} {len(content)}\n".encode() + content)
+        return state.hexdigest()
     template = tokenizer_config.get("chat_template")
     if not template:
         return ""

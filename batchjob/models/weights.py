@@ -99,12 +99,15 @@ def read_weights(directory: Path, *, name: str) -> Weights:
 
 
 def weights_stamp(directory: Path, names: Iterable[str]) -> str:
-    """Sizes, times and places on disk of the weight files, links followed. Raises UnsupportedModelError."""
+    """Sizes, times and places on disk of the weight files, links followed. Raises UnsupportedModelError.
+
+    A program may set the time of a change back, but not that of the file's entry.
+    """
     try:
         stats = [(directory / name).stat() for name in names]
     except OSError as error:
         raise UnsupportedModelError(f"{error.filename} cannot be read: {error.strerror}") from None
-    return " ".join(f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}" for stat in stats)
+    return " ".join(f"{s.st_dev}:{s.st_ino}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}" for s in stats)
 
 
 def _add_places(places: dict[str, TensorPlace], file_name: str, header: dict[str, Any], name: str) -> None:

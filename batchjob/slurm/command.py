@@ -66,11 +66,9 @@ def write_job(
     wants_gpu = any("gpu" in option for option in options.sbatch) or spec.devices != "auto"
     if wants_gpu and spec.device == "auto" and "cpu" not in spec.devices:
         # The dtype is frozen here, and the machine that tasks are submitted from often has no GPU.
-        job = open_job(spec.replace(device="cuda", devices="auto"), echo)
+        job = open_job(spec.replace(device="cuda", devices="auto"), echo, check=check_loadable)
     else:
-        job = open_job(spec, echo)
-    if job.settings.model is not None:
-        check_loadable(job.settings.model)
+        job = open_job(spec, echo, check=check_loadable)
     num_chunks = len(job.store.plan.chunks)
     job.store.close()
     if num_chunks < options.num_tasks:

@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from batchjob.engine.checkpoint import check_checkpoint, load_config, load_module
+from batchjob.engine.checkpoint import _number_problem, check_checkpoint, load_config, load_module, report_problem
 from batchjob.errors import EngineError, UnsupportedModelError
+from batchjob.models.weights import TensorPlace
 
 sys.path.insert(0, str(Path(__file__).parent))
 from families import FAMILIES, build, save
@@ -162,6 +163,74 @@ def test_the_single_file_that_is_loaded_is_the_one_that_the_digest_covers(sound:
     save_file({**single, UP: single[UP] + 1}, path / "model.safetensors", {"format": "pt"})
     assert read_weights(path, name="m").digest != before.digest
     assert torch.equal(load(path).state_dict()[UP], single[UP] + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_who_writes_into_the_file_does_not_change_a_loaded_model(
+    dtype: torch.dtype, sound: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(sound, path)
+    module = load_module(path, load_config(path), dtype, torch.device("cpu"))
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    with (path / "model.safetensors").open("r+b") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        file.seek(start)
+        file.write(b"\x11" * ((path / "model.safetensors").stat().st_size - start))
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+
+
+def test_whole_numbers_are_the_models_own_where_it_has_them_under_another_prefix() -> None:
+    class Gate(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = torch.nn.Linear(2, 2)
+            self.register_buffer("table", torch.zeros(4, dtype=torch.int64))
+
+    places = {"model.ffn.gate.table": TensorPlace("a", "I64", (4,)), "model.norm.weight": TensorPlace("a", "F32", (4,))}
+    assert _number_problem(Gate(), places) is None
+    places["model.mlp.weight"] = TensorPlace("a", "I8", (2, 2))
+    assert "model.mlp.weight I8" in str(_number_problem(Gate(), places))
+
+
+def composite(path: Path) -> Path:
+    """A Qwen 3.5 that also takes pictures; the causal language model is its text part."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    text = {**FAMILIES["qwen3"][1], "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    config = Qwen3_5Config(text_config=text, vision_config={**vision, "patch_size": 4, "num_position_embeddings": 4})
+    Qwen3_5ForConditionalGeneration(config).save_pretrained(path)
+    return path
+
+
+def test_the_text_part_of_a_model_that_takes_pictures_is_loaded_whole(tmp_path: Path) -> None:
+    path = composite(tmp_path / "model")
+    check_checkpoint(path)
+    tensors = load_file(path / "model.safetensors")
+    loaded = load(path).state_dict()
+    assert type(load(path)).__name__ == "Qwen3_5ForCausalLM"
+    name = "layers.1.mlp.up_proj.weight"
+    assert torch.equal(loaded[f"model.{name}"], tensors[f"model.language_model.{name}"])
+    del tensors[f"model.language_model.{name}"]
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=rf"1 tensor is missing \(model.{name}\)"):
+        check_checkpoint(path)
+
+
+def test_only_what_takes_pictures_may_be_left_over_beside_a_text_part() -> None:
+    left = {"vision_model.class_embedding", "multi_modal_projector.bias", "model.visual.blocks.0.norm1.weight"}
+    report: dict[str, Any] = {"missing_keys": set(), "unexpected_keys": left, "mismatched_keys": set()}
+    assert report_problem(report, is_part=True) is None
+    assert "3 tensors are left over" in str(report_problem(report))
+    assert "(score.weight)" in str(report_problem({**report, "unexpected_keys": {*left, "score.weight"}}, is_part=True))
+
+
+def test_nothing_is_read_of_weights_whose_headers_are_wrong(changed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = changed(lambda tensors: tensors.pop(UP))
+    monkeypatch.setattr("batchjob.engine.checkpoint.safe_open", lambda *_, **__: pytest.fail("the weights are opened"))
+    with pytest.raises(UnsupportedModelError, match="1 tensor is missing"):
+        load(path)
 
 
 @pytest.mark.parametrize("family", ["falcon", "gpt_neo", "git"])

@@ -275,7 +275,11 @@ def test_settings_without_effect_are_listed_and_neutral_ones_are_not(tmp_path: P
     [
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, r"quantised weights \(awq\)"),
         ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, r"quantised weights \(fp8\)"),
-        ({"compression_config": {"format": "pack"}}, r"quantised weights \(quantization_config in config.json\)"),
+        ({"compression_config": {"format": "pack"}}, r"quantised weights \(compression_config in config.json\)"),
+        ({"quantization": {"bits": 4, "group_size": 64}}, r"quantised weights \(quantization in config.json\)"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, r"a LlamaForSequenceClassification \(architectures"),
+        ({"architectures": ["BertForMaskedLM"]}, r"not a model that writes text"),
+        ({"architectures": ["Qwen2ForRewardModel"]}, r"not a model that writes text"),
         ({"transformers_weights": "other.safetensors"}, r"names its own weights"),
     ],
 )
@@ -297,10 +301,10 @@ def test_an_adapter_beside_or_in_place_of_a_model_is_refused(tmp_path: Path) -> 
 
 def test_weights_that_change_while_they_are_loaded_are_noticed(tmp_path: Path) -> None:
     info = resolve_model(str(make_model(tmp_path)))
-    info.refuse_changed_weights()
+    info.refuse_changed_files()
     write_safetensors(tmp_path / "model.safetensors", {"a": b"\0" * 16})
     with pytest.raises(UnsupportedModelError, match="changed while they were loaded"):
-        info.refuse_changed_weights()
+        info.refuse_changed_files()
 
 
 def test_a_single_file_beside_an_index_of_others_is_said(tmp_path: Path) -> None:
@@ -311,3 +315,55 @@ def test_a_single_file_beside_an_index_of_others_is_said(tmp_path: Path) -> None
     index = {"weight_map": {"a": "model.safetensors"}}
     info = resolve_model(str(make_model(tmp_path, **{"model__safetensors__index__json": index})))
     assert info.warnings == ()
+
+
+@pytest.mark.parametrize("file_name", ["quantize_config.json", "quant_config.json", "hf_quant_config.json"])
+def test_quantised_weights_are_known_by_the_files_of_the_tools_too(file_name: str, tmp_path: Path) -> None:
+    make_model(tmp_path)
+    (tmp_path / file_name).write_text("{}")
+    with pytest.raises(UnsupportedModelError, match=rf"quantised weights \({file_name}\)"):
+        resolve_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "kind", ["LlamaForCausalLM", "GPT2LMHeadModel", "Gemma3ForConditionalGeneration", "Qwen2Model"]
+)
+def test_what_may_be_a_language_model_is_not_refused_for_its_name(kind: str, tmp_path: Path) -> None:
+    resolve_model(str(make_model(tmp_path, config={"architectures": [kind]})))
+
+
+def test_a_configuration_that_changes_while_the_model_is_loaded_is_noticed(tmp_path: Path) -> None:
+    info = resolve_model(str(make_model(tmp_path)))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_theta": 5.0}))
+    with pytest.raises(UnsupportedModelError, match=r"config.json changed while the model was loaded"):
+        info.refuse_changed_files()
+
+
+def test_the_digest_of_the_template_covers_those_that_the_tokenizer_loads(tmp_path: Path) -> None:
+    def digest(**files: Any) -> str:
+        path = tmp_path / str(len(list(tmp_path.iterdir())))
+        path.mkdir()
+        more = files.pop("more", None)
+        model = make_model(path, **files)
+        if more is not None:
+            (model / "additional_chat_templates").mkdir()
+            (model / "additional_chat_templates" / "tool_use.jinja").write_text(more)
+        return resolve_model(str(model)).template_digest
+
+    processor = {"chat_template__json": {"chat_template": "P"}}  # not read by tokenizers
+    first, second = ({"tokenizer_config__json": {"chat_template": text}} for text in "AB")
+    assert digest(**processor) == ""
+    assert digest(**processor, **first) == digest(**first) != digest(**processor, **second)
+    assert len({digest(more=""), digest(more="X"), digest(more="Y"), digest(**first)}) == 4
+
+
+def test_all_files_of_a_tokenizer_are_in_its_digest(tmp_path: Path) -> None:
+    digests = {resolve_model(str(make_model(tmp_path))).tokenizer_digest}
+    names = ["tokenizer.4.0.0.json", "tokenizer.model.v3", "qwen.tiktoken", "source.spm", "bpe.codes", "vocab-src.json"]
+    for name in names:
+        (tmp_path / name).write_text("{}")
+        digests.add(resolve_model(str(tmp_path)).tokenizer_digest)
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    assert resolve_model(str(tmp_path)).tokenizer_digest in digests
+    assert len(digests) == 1 + len(names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchjob.errors import InputDataError, InputMissingError
+from batchjob.errors import InputDataError, InputMissingError, UnsupportedModelError
+from batchjob.models.tokenizer_files import text_digest
 from batchjob.prompts import PromptBuilder
 from batchjob.records import Record
 from batchjob.tokenizer import FakeTokenizer, HFTokenizer, RenderError, load_tokenizer
@@ -81,7 +83,6 @@ def test_what_a_tokenizer_says_about_itself(hf: Callable[..., HFTokenizer]) -> N
     assert tokenizer.has_chat_template
     assert not hf(None).has_chat_template
     assert set(tokenizer.special_tokens) == {"<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"}
-    assert tokenizer.digest != hf(None).digest
     assert tokenizer.convert_ids_to_tokens([1, 2]) == ["<s>", "</s>"]
     with pytest.raises(RenderError, match="alternate"):
         tokenizer.render_chat([{"role": "assistant", "content": "x"}])
@@ -94,6 +95,23 @@ def test_loading_says_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(InputDataError, match="cannot be loaded"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "tokenizer_config.json"])
+def test_a_tokenizer_that_changed_since_the_run_began_is_refused(
+    name: str, tokenizer_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "tokenizer"
+    shutil.copytree(tokenizer_dir(), path)
+    (path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    digest = text_digest(path)
+    assert isinstance(load_tokenizer(str(path), digest), HFTokenizer)
+    if name == "tokenizer_config.json":
+        (path / name).write_text(json.dumps({**json.loads((path / name).read_text()), "more": 1}))
+    else:
+        (path / name).write_text((path / name).read_text() + "\n\n")
+    with pytest.raises(UnsupportedModelError, match="changed since this run began"):
+        load_tokenizer(str(path), digest)
 
 
 def test_a_giant_text_never_reaches_the_tokenizer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -222,6 +223,21 @@ def test_the_dtype_is_that_of_the_nodes_not_of_this_machine(
     manifest = json.loads((tmp_path / "out" / ".batchjob" / "job.json").read_text())
     assert manifest["resolved"]["dtype"] == dtype
     assert ("no option asks for a GPU" in text) == (dtype == "float32")
+
+
+@pytest.mark.usefixtures("site")
+def test_nothing_is_made_for_a_checkpoint_that_is_not_the_model(tmp_path: Path, source: Path, tiny_llama: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = tmp_path / "model"
+    shutil.copytree(tiny_llama, model)
+    tensors = load_file(model / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    text = slurm("--model", str(model), "--input", str(source), "--output", "out", "--array", "2", code=70)
+    assert "1 tensor is missing (lm_head.weight)" in text
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "slurm").exists()
 
 
 @pytest.mark.usefixtures("site", "source")
