@@ -28,7 +28,9 @@ def find_new_inputs(spec: JobSpec, plan: Plan, echo: Echo) -> list[FoundFile]:
     """
     from batchjob.io.inputs import check_unchanged, find_inputs
 
-    found = find_inputs(spec.input)[0]
+    found, warnings = find_inputs(spec.input, spec.output)
+    for line in warnings:
+        echo(f"warning: {line}")
     planned = [file.path for file in plan.files]
     if spec.limit is not None:
         found = found[: len(planned)]  # files past the limit are not part of the job

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from stat import S_ISLNK
 
 from batchjob.errors import InputDataError, InputMissingError, StorageError, UsageError
+from batchjob.io.answers import leave_out_answers
 from batchjob.io.formats import FoundFile, detect
 from batchjob.io.walk import expand
 from batchjob.plan import InputFile
@@ -15,12 +16,13 @@ from batchjob.plan import InputFile
 _EDGE = 1 << 16  # bytes hashed at either end of a file
 
 
-def find_inputs(patterns: Sequence[str]) -> tuple[list[FoundFile], list[str]]:
+def find_inputs(patterns: Sequence[str], output: str | None = None) -> tuple[list[FoundFile], list[str]]:
     """The files behind files, directories and globs, and warnings. Patterns keep their order, files are sorted by name.
 
     A directory is searched in depth for .jsonl, .ndjson and .parquet files (and packed ones), and for .json ones where
     there are no others; names that begin with a dot or an underscore are left out. A file that is named or linked twice
-    counts once. Raises InputMissingError (nothing there), InputDataError (not a format we read), UsageError.
+    counts once. What lies in `output`, and answers of other jobs that no pattern names, is left out. Raises
+    InputMissingError (nothing there), InputDataError (not a format we read), UsageError.
     """
     if not patterns:
         raise UsageError("no input given: --input FILE, directory or glob")
@@ -28,8 +30,9 @@ def find_inputs(patterns: Sequence[str]) -> tuple[list[FoundFile], list[str]]:
     warnings: list[str] = []
     for pattern in patterns:
         paths, said = expand(pattern)
-        warnings += said
-        known.add(paths)
+        kept, left_out = leave_out_answers(pattern, paths, output)
+        warnings += [*said, *left_out]
+        known.add(kept)
     files = [detect(path) for path in known.paths]
     formats = {file.format for file in files}
     if len(formats) > 1:

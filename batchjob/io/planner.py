@@ -89,7 +89,7 @@ def make_plan(spec: JobSpec, *, num_workers_hint: int = 1) -> PlanResult:
     Raises InputMissingError (66) and InputDataError (65: not our formats, types of Parquet files that differ, unknown
     --keep-columns, not one readable row).
     """
-    found, warnings = find_inputs(spec.input)
+    found, warnings = find_inputs(spec.input, spec.output)
     return plan_files(spec, found, num_workers_hint=num_workers_hint, warnings=warnings)
 
 
