@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from batchjob.engine.attention import ATTENTION_NAME, LayerCall, StepContext, layer_index_of
+from batchjob.engine.attention import ATTENTION_NAME, LayerCall, StepContext, computing, layer_index_of
 from batchjob.engine.kv_cache import KVCache, LayerShape
+from batchjob.engine.positions import taken_arguments
 from batchjob.errors import UnsupportedModelError
 from batchjob_kernels import AttnMeta, DeviceLens
 
 Forward = Callable[[nn.Module, Tensor, Tensor, Tensor, StepContext], Tensor]
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-_ATTENTION_TYPES = {"full_attention", "sliding_attention"}
+_ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}  # the last within one chunk
 # Greatest difference of packed and eager logits, as a share of the largest logit.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.bfloat16: 0.1, torch.float16: 0.05}
 # Sequence 0 comes in three parts beside a whole one, with one-token steps at the end: (sequence, start, stop) per step.
@@ -58,6 +59,23 @@ def _original_len(part: nn.Module, layer_type: str | None) -> int:
     return int(next((length for length in lengths if length), config.max_position_embeddings))
 
 
+def check_chunks(module: nn.Module, max_model_len: int) -> None:
+    """Refuses rows that reach past the first chunk of chunked attention, or to where Llama 4 scales queries by their
+    place in the batch. Up to there both are without an effect."""
+    config: Any = module.config.get_text_config()  # type: ignore[union-attr, operator]
+    limits = []
+    if "chunked_attention" in (getattr(config, "layer_types", None) or []):
+        limits.append((int(config.attention_chunk_size), "attends in chunks"))
+    if config.model_type.startswith("llama4") and getattr(config, "attn_temperature_tuning", False):
+        limits.append((int(config.floor_scale) - 1, "scales its queries by their place in the batch"))
+    for limit, what in sorted(limits):
+        if max_model_len > limit:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} {what} beyond {limit} tokens, which is not supported; "
+                f"set --max-model-len to at most {limit}"
+            )
+
+
 def check_layers(module: nn.Module, forward: Forward) -> list[LayerCall]:
     """Runs one forward that records every attention call, and returns them by layer. Raises UnsupportedModelError."""
     name = type(module).__name__
@@ -67,28 +85,30 @@ def check_layers(module: nn.Module, forward: Forward) -> list[LayerCall]:
         raise UnsupportedModelError(f"{name} has layers of type {', '.join(unknown)}, which are not supported")
     step = StepContext()
     ids = torch.arange(4, device=_device(module))
-    try:
-        forward(module, ids, ids, ids, step)
-    except TypeError as error:
-        raise UnsupportedModelError(f"{name} does not take packed input: {error}") from None
-    num_layers = int(config.num_hidden_layers)
-    calls = {layer_index_of(call.module): call for call in step.calls}
-    if len(step.calls) != num_layers or sorted(calls) != list(range(num_layers)):
+    forward(module, ids, ids, ids, step)
+    num_layers = int(getattr(config, "decoder_layers", None) or config.num_hidden_layers)
+    if len(step.calls) < num_layers:
         raise UnsupportedModelError(
             f"{name} calls its attention function {len(step.calls)} times in {num_layers} layers; "
             "the other layers do not dispatch attention through Transformers' interface"
         )
+    calls = {layer_index_of(call.module): call for call in step.calls}
+    num_calls = len(step.calls)  # more than layers where these have several attention modules, each with its own index
+    if sorted(calls) != list(range(num_calls)):
+        raise UnsupportedModelError(
+            f"{name} calls its attention function {num_calls} times in {num_layers} layers, with keys and values of "
+            f"{len(calls)} layers: models that attend more than once in a layer are not supported"
+        )
     for index, call in sorted(calls.items()):
-        if problem := _layer_problem(call, config, layer_types[index] if layer_types else None):
+        layer_type = layer_types[index] if len(layer_types) == num_calls else None
+        if problem := _layer_problem(call, config, layer_type):
             raise UnsupportedModelError(f"{name}, layer {index}: {problem}")
-    return [calls[index] for index in range(num_layers)]
+    return [calls[index] for index in range(num_calls)]
 
 
 def _layer_problem(call: LayerCall, config: Any, layer_type: str | None) -> str | None:
     if not getattr(call.module, "is_causal", True):
         return "its attention is not causal"
-    if call.value_dim != call.head_dim:
-        return f"values of size {call.value_dim} beside keys of size {call.head_dim} are not supported"
     if call.num_heads % call.num_kv_heads:
         return f"{call.num_heads} heads cannot share {call.num_kv_heads} KV heads"
     windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
@@ -108,10 +128,11 @@ def _test_tokens(module: nn.Module) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def eager_logits(module: nn.Module, first_position: int = 0) -> list[Tensor]:
+def eager_logits(module: nn.Module, first_position: int | None = None) -> list[Tensor]:
     """Logits [length, vocab] of each test sequence alone, by the model's own attention.
 
-    The sequences begin at `first_position`: what a model makes of positions, it is asked for there too.
+    The sequences begin at `first_position`: what a model makes of positions, it is asked for there too. Without one,
+    the model counts positions itself, as it does in `generate`.
     """
     module.set_attn_implementation("eager")  # type: ignore[operator]
     try:
@@ -120,11 +141,15 @@ def eager_logits(module: nn.Module, first_position: int = 0) -> list[Tensor]:
         module.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
 
 
-def _own_logits(module: nn.Module, ids: Tensor, first_position: int) -> Tensor:
-    more = {}
-    if first_position:
-        more["position_ids"] = torch.arange(first_position, first_position + len(ids), device=ids.device)[None]
-    logits: Tensor = module(input_ids=ids[None], use_cache=False, **more).logits[0]
+def _own_logits(module: nn.Module, ids: Tensor, first_position: int | None) -> Tensor:
+    if first_position is None:
+        logits: Tensor = module(input_ids=ids[None], use_cache=False).logits[0]
+        return logits
+    positions = torch.arange(first_position, first_position + len(ids), device=ids.device)
+    taken = taken_arguments(type(module).forward)
+    more = {"position_ids": positions[None]} if taken is None or "position_ids" in taken else {}
+    with computing(StepContext(positions=positions)):
+        logits = module(input_ids=ids[None], use_cache=False, **more).logits[0]
     return logits
 
 

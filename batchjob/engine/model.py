@@ -7,7 +7,8 @@ because Transformers writes the name of the attention function into it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from batchjob.engine.attention import LayerCall, StepContext
+from batchjob.engine.attention import LayerCall, StepContext, computing, current_step
 from batchjob.engine.backends import HAVE_BLOCK_SIZES, READ_DEVICE_LENS
 from batchjob.engine.checkpoint import described, load_config, load_module
 from batchjob.engine.fuse import fuse
@@ -25,13 +26,15 @@ from batchjob.engine.kv_cache import LayerShape
 from batchjob.engine.length_check import SMALL_WINDOW, first_positions, short_windows
 from batchjob.engine.load_check import (
     TEST_BLOCK_SIZE,
+    check_chunks,
     check_layers,
     check_rotary,
     eager_logits,
     logits_problem,
     packed_logits,
 )
-from batchjob.errors import UnsupportedModelError
+from batchjob.engine.positions import give_positions, taken_arguments
+from batchjob.errors import BatchJobError, UnsupportedModelError
 from batchjob_kernels.select import Selection
 
 Forward = Callable[[Tensor, Tensor, Tensor, StepContext], Tensor]
@@ -118,9 +121,42 @@ def prepare_model(
 
     None where it does not any more once its parts are fused; it is spoilt then. Raises UnsupportedModelError.
     """
+    with _refusing(type(module).__name__):
+        return _prepared(
+            module,
+            max_model_len=max_model_len,
+            choose_backend=choose_backend,
+            block_size=block_size,
+            use_fused=use_fused,
+            ops=ops,
+        )
+
+
+@contextmanager
+def _refusing(name: str) -> Iterator[None]:
+    """Whatever a model raises while it is checked refuses it; a lack of memory is no fault of the model."""
+    try:
+        yield
+    except (BatchJobError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(f"{name} fails on packed input: {described(error)}") from error
+
+
+def _prepared(
+    module: nn.Module,
+    *,
+    max_model_len: int,
+    choose_backend: ChooseBackend,
+    block_size: int,
+    use_fused: bool,
+    ops: ModuleType | None,
+) -> LoadedModel | None:
     name = type(module).__name__
     module.requires_grad_(False).eval()
     check_rotary(module, max_model_len)
+    check_chunks(module, max_model_len)
+    give_positions(module)
     calls = check_layers(module, packed_forward)
     _watch_hidden_states(module)
     shapes = [LayerShape(call.num_kv_heads, call.head_dim) for call in calls]
@@ -140,10 +176,10 @@ def prepare_model(
 
     expected: dict[int, list[Tensor]] = {}  # by first position
     for first_position in first_positions(module.config.get_text_config(), max_model_len):  # type: ignore[union-attr, operator]
-        expected[first_position] = eager_logits(module, first_position)
-        if problem := _packed_problem(name, expected[first_position], partial(packed, first_position)):
+        expected[first_position] = eager_logits(module, first_position or None)
+        if problem := logits_problem(expected[first_position], packed(first_position)):
             raise UnsupportedModelError(
-                f"{name} gives {problem}: some part of it mixes tokens outside of its attention function"
+                f"{name} gives {problem}: {_cause(module, expected[0])}"
                 if first_position == 0
                 else f"{name} gives {problem}, at positions from {first_position} on; "
                 f"set --max-model-len to at most {first_position}"
@@ -157,11 +193,15 @@ def prepare_model(
     return LoadedModel(module, shapes, expected[0][0].shape[1], name, backend, fused, tuple(sorted(left)))
 
 
-def _packed_problem(name: str, expected: list[Tensor], packed: Callable[[], list[Tensor]]) -> str | None:
+def _cause(module: nn.Module, expected: list[Tensor]) -> str:
+    """Why packed logits differ from the model's own, from position 0 on."""
     try:
-        return logits_problem(expected, packed())
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
-        raise UnsupportedModelError(f"{name} fails on packed input: {described(error)}") from error
+        is_counted = logits_problem(expected, eager_logits(module, 0)) is None
+    except TypeError:
+        is_counted = False
+    if not is_counted:
+        return "it does not count the positions of its tokens from 0, or takes none"
+    return "some part of it mixes tokens outside of its attention function"
 
 
 def _check_windows(module: nn.Module, calls: list[LayerCall], packed: Callable[[], list[Tensor]]) -> None:
@@ -173,7 +213,7 @@ def _check_windows(module: nn.Module, calls: list[LayerCall], packed: Callable[[
         longest = max((call.window or 0 for call in check_layers(module, packed_forward)), default=0)
         if longest > SMALL_WINDOW:
             raise UnsupportedModelError(f"{name} has a sliding window of {longest} tokens that cannot be checked")
-        if problem := _packed_problem(name, eager_logits(module), packed):
+        if problem := logits_problem(eager_logits(module), packed()):
             raise UnsupportedModelError(
                 f"{name} gives {problem}, once a row is longer than the sliding_window of its configuration: the "
                 "model's own code does not use that window as its attention is told. If the model was made without "
@@ -183,17 +223,22 @@ def _check_windows(module: nn.Module, calls: list[LayerCall], packed: Callable[[
 
 def _watch_hidden_states(module: nn.Module) -> None:
     """Steps that ask for it learn which of their tokens the model made no finite numbers of. Before parts are fused."""
+    ids = torch.arange(4, device=next(module.parameters()).device)
+    called: list[nn.Module] = []
+    # The base model, or where a model calls past it, the decoder within: the outermost one that gives hidden states.
+    bases = [part for part in module.modules() if part is not module and hasattr(part, "base_model_prefix")]
+    hooks = [base.register_forward_hook(lambda base, _args, _output: called.append(base)) for base in bases]
+    packed_forward(module, ids, ids, ids, StepContext())
+    for hook in hooks:
+        hook.remove()
 
-    def look(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        step = kwargs.get("step")
+    def look(_: nn.Module, args: Any, output: Any) -> None:
+        step = current_step()
         if step is not None and step.watches:
             step.broken = ~torch.isfinite(output[0][0]).all(dim=1)
 
-    base = module.base_model
-    assert isinstance(base, nn.Module)
-    if base is not module:
-        base.register_forward_hook(look, with_kwargs=True)
-    ids = torch.arange(4, device=next(module.parameters()).device)
+    if called:
+        called[-1].register_forward_hook(look)
     step = StepContext(watches=True)
     packed_forward(module, ids, ids, ids, step)
     if step.broken is None or len(step.broken) != len(ids):
@@ -210,11 +255,13 @@ def _still_equal(expected: list[Tensor], packed: Callable[[], list[Tensor]]) -> 
 
 @torch.inference_mode()
 def packed_forward(module: nn.Module, input_ids: Tensor, positions: Tensor, keep: Tensor, step: StepContext) -> Tensor:
-    logits: Tensor = module(
-        input_ids=input_ids[None],
-        position_ids=positions[None],
-        use_cache=False,
-        logits_to_keep=keep,
-        step=step,
-    ).logits[0]
+    more = {"position_ids": positions[None], "logits_to_keep": keep, "step": step}
+    taken = taken_arguments(type(module).forward)
+    step.positions = positions
+    with computing(step):
+        logits: Tensor = module(
+            input_ids=input_ids[None],
+            use_cache=False,
+            **{name: value for name, value in more.items() if taken is None or name in taken},
+        ).logits[0]
     return logits if len(logits) == len(keep) else logits[keep]
