@@ -342,7 +342,7 @@ class Storm:
     def injection(self, calls: str) -> str:
         rng = self.rng
         first, last = CALLS[calls]
-        when = str(rng.randrange(first, last + 1)) + rng.choice(["", f"+{rng.randrange(1 + last // 3, 2 + last)}"])
+        when = str(rng.randrange(first, last + 1)) + rng.choice(["", f"+{rng.randrange(1, 2 + last // 4)}"])
         kind = rng.random()
         if kind < 0.15:
             return f"{calls}:signal={rng.choice(['KILL', 'KILL', 'TERM', 'INT', 'USR1'])}:when={when.partition('+')[0]}"
