@@ -101,7 +101,7 @@ def test_five_hundred_failing_calls(make_storm: Callable[..., Any], capsys: pyte
         pytest.skip(problem)
     totals, seed, started = STORM.Totals(), FIRST_SEED, time.monotonic()
     while totals.faults.total() < (COUNT or 500):
-        make_storm(seed, totals, num_rows=150).failures(8)
+        make_storm(seed, totals, num_rows=80).failures(8)
         seed += 1
         tell(capsys, totals, seed, started)
 
