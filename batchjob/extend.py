@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from batchjob.errors import InputDataError, InputMissingError, UsageError
-from batchjob.plan import Plan
+from batchjob.plan import InputFile, Plan
 from batchjob.progress import counted, duration
 from batchjob.prompts.source import PromptSource, resolve_prompt
 from batchjob.spec import JobSpec
@@ -21,22 +23,27 @@ if TYPE_CHECKING:
 Echo = Callable[[str], None]
 
 
-def find_new_inputs(spec: JobSpec, plan: Plan, echo: Echo) -> list[FoundFile]:
-    """The files of `--input` that the plan does not have: none, unless the job is to be extended.
+def find_new_inputs(spec: JobSpec, plan: Plan, echo: Echo) -> tuple[list[FoundFile], Plan]:
+    """The files of `--input` that the plan does not have: none, unless the job is to be extended. And the plan, with
+    the paths that its files have now.
 
     Raises InputMissingError where a planned file is gone, changed, or not in `--input`.
     """
-    from batchjob.io.inputs import check_unchanged, find_inputs
+    from batchjob.io.inputs import find_inputs
 
     found, warnings = find_inputs(spec.input, spec.output)
     for line in warnings:
         echo(f"warning: {line}")
+    plan = _follow(plan, found, echo)
     planned = [file.path for file in plan.files]
     if spec.limit is not None:
         found = found[: len(planned)]  # files past the limit are not part of the job
     paths = [file.path for file in found]
     if gone := sorted(set(planned).difference(paths)):
-        raise InputMissingError(f"input file {gone[0]} is part of this job but not of --input: add it")
+        raise InputMissingError(
+            f"input file {gone[0]} is part of this job but not of --input: add it. A file that was moved "
+            "may be given by its new path, as long as it holds the same bytes"
+        )
     known = set(planned)
     new = [file for file in found if file.path not in known]
     if new and not spec.extend:
@@ -46,10 +53,74 @@ def find_new_inputs(spec: JobSpec, plan: Plan, echo: Echo) -> list[FoundFile]:
         )
     if not plan.num_extensions and [path for path in paths if path in known] != planned:
         raise InputMissingError("the input files come in another order than planned; give --input in the old order")
-    for file in plan.files:
-        if warning := check_unchanged(file):
+    for index, file in enumerate(plan.files):
+        if warning := _changes(plan, index, file):
             echo(f"warning: {warning}")
-    return new
+    return new, plan
+
+
+def _changes(plan: Plan, index: int, file: InputFile) -> str | None:
+    """As `check_unchanged`, which knows the ends of a JSONL file that is not read whole; its rows are compared here."""
+    from batchjob.io.inputs import check_unchanged
+    from batchjob.io.reader import InputReader
+
+    warning = check_unchanged(file)
+    if warning is None or not _has_lines(plan, index):
+        return warning
+    with closing(InputReader(plan)) as reader:
+        reader.compare(plan.chunks, index)
+    return f"{file.path} has a new modification time but the same content, as far as this job reads it"
+
+
+def _has_lines(plan: Plan, index: int) -> bool:
+    """Whether rows of a file have digests that say more than the file's own."""
+    return plan.files[index].digest.startswith("ends:") and any(
+        segment.digest for chunk in plan.chunks for segment in chunk.segments if segment.file_index == index
+    )
+
+
+def _follow(plan: Plan, found: Sequence[FoundFile], echo: Echo) -> Plan:
+    """The plan with new paths for files that are given by another one: the same file, or one with the same bytes."""
+    free = {file.path for file in found} - {file.path for file in plan.files}
+    given = {file.path for file in found}
+    files = list(plan.files)
+    for index, file in enumerate(plan.files):
+        if file.path in given:
+            continue
+        for path in sorted(free):
+            moved = _moved(plan, index, file, path)
+            if moved is not None:
+                echo(f"warning: {path} is read in place of {file.path}: it is the same, byte for byte")
+                files[index] = moved
+                free.remove(path)
+                break
+    return replace(plan, files=tuple(files))
+
+
+def _moved(plan: Plan, index: int, file: InputFile, path: str) -> InputFile | None:
+    """The planned file at another path, if that is the same."""
+    from batchjob.io.inputs import digest
+    from batchjob.io.reader import InputReader
+
+    if os.path.getsize(path) != file.size:
+        return None
+    moved = replace(file, path=path)
+    if os.path.exists(file.path) and os.path.samefile(file.path, path):
+        return moved  # whether it has changed is looked at like for any other
+    how = file.digest.partition(":")[0]
+    if how != "full" and not _has_lines(plan, index):
+        return None  # too little is known of it
+    if digest(path, how) != file.digest:
+        return None
+    if how == "ends":
+        elsewhere = replace(plan, files=(*plan.files[:index], moved, *plan.files[index + 1 :]))
+        with closing(InputReader(elsewhere)) as reader:
+            try:
+                reader.compare(plan.chunks, index)
+            except InputMissingError:
+                return None
+    stat = os.stat(path)
+    return replace(moved, mtime_ns=stat.st_mtime_ns, ctime_ns=stat.st_ctime_ns)
 
 
 def extend(spec: JobSpec, store: Store, source: PromptSource | None, echo: Echo) -> None:
@@ -63,7 +134,7 @@ def extend(spec: JobSpec, store: Store, source: PromptSource | None, echo: Echo)
         raise UsageError(
             f"{store.output} holds a job without rows, whose columns are unknown: remove it, or give another --output"
         )
-    while new := find_new_inputs(spec, store.plan, lambda line: None):
+    while new := find_new_inputs(spec, store.plan, lambda line: None)[0]:
         started = time.monotonic()
         planned = plan_extension(spec, store.plan, new, num_workers_hint=spec.num_shards)
         if planned.plan.num_rows:

@@ -178,7 +178,7 @@ def _resume(spec: JobSpec, output: Path, echo: Echo) -> Job:
     manifest = store.manifest
     refuse_damaged_settings(manifest, output / ".batchjob" / "job.json")
     settings = resolve_settings(spec, manifest.resolved)
-    new = find_new_inputs(spec, store.plan, echo)
+    new, plan = find_new_inputs(spec, store.plan, echo)
     source = _source(spec, settings, manifest.resolved["columns"]) if store.plan.num_rows else None
     chunk_rows = spec.chunk_rows or manifest.fingerprint["chunk_rows"]
     asked = replace(
@@ -190,6 +190,8 @@ def _resume(spec: JobSpec, output: Path, echo: Echo) -> Job:
     _refuse_difference(manifest, asked, output)
     if new:
         extend(spec, store, source, echo)
+        plan = find_new_inputs(spec, store.plan, lambda line: None)[1]
+    store.plan = plan  # with the paths that its files have now
     return Job(spec, settings, store, source, is_new=False)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from batchjob.backlog import Backlog
 from batchjob.core.order import arrange
-from batchjob.errors import StorageError
+from batchjob.errors import InputMissingError, StorageError
 from batchjob.plan import Chunk
 from batchjob.progress import Counts, Progress
 from batchjob.records import Completion, Prompt, Request, RowError, stream_key
@@ -189,7 +189,7 @@ class Loop:
         requests: list[Request] = []
         while len(requests) < room:
             idle = not requests and not self._engine.has_unfinished()
-            batches = self._feeder.poll(FEEDER_WAIT if idle else 0.0)
+            batches = self._poll(FEEDER_WAIT if idle else 0.0)
             if not batches:
                 if idle:
                     self._tell_alive()  # the input may take long to reach its first row; no step hangs
@@ -199,6 +199,14 @@ class Loop:
             self._admit(request)
         if self._held and not (self._feeding or self._engine.has_unfinished()):
             self._release_held()  # no other row is left to show anything
+
+    def _poll(self, timeout: float) -> list[FedBatch]:
+        try:
+            return self._feeder.poll(timeout)
+        except InputMissingError:  # rows of the chunk that was being read may be of another content than planned
+            for index in self._feeding:
+                self._open[index].disown()
+            raise
 
     def _take_batches(self, batches: Iterable[FedBatch], requests: list[Request]) -> None:
         for batch in batches:
@@ -293,7 +301,7 @@ class Loop:
                 self._feed(chunk, skip_rows=set(rows) - wanted)
         requests: list[Request] = []
         while self._feeding:
-            self._take_batches(self._feeder.poll(FEEDER_WAIT), requests)
+            self._take_batches(self._poll(FEEDER_WAIT), requests)
             self._tell_alive()  # as in `_pull`
         return sorted(requests, key=lambda request: group.index(request.row_index))
 

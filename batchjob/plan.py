@@ -19,7 +19,8 @@ class InputFile:
     size: int  # bytes
     mtime_ns: int
     num_rows: int
-    digest: str  # of head, tail and size (Parquet: of the footer), so that a mere touch can be told from a change
+    digest: str  # see io.inputs.digest; so that a mere touch can be told from a change
+    ctime_ns: int = 0  # of the inode: a change cannot hide it, as it can the other; 0 in plans of earlier versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class Segment:
     num_rows: int
     byte_offset: int = 0  # of the decompressed stream; 0 for Parquet
     line: int = 1  # physical line number at byte_offset, from 1
+    digest: str = ""  # of its lines (see io.digests); none for Parquet, and in plans of earlier versions
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from batchjob.errors import InputDataError, InputMissingError
 from batchjob.io import jsonl, parquet
+from batchjob.io.digests import MASK, row_digest
 from batchjob.io.footers import check_footers
 from batchjob.io.formats import FoundFile
 from batchjob.io.inputs import digest, find_inputs
@@ -25,6 +26,7 @@ from batchjob.spec import JobSpec
 
 MIN_CHUNK, MAX_CHUNK, MAX_PARTS = 64, 20_000, 10_000  # (row, sample) pairs, pairs, chunks
 _MAX_INDEX = 1 << 17
+_MAX_HASHED = 4 << 30  # bytes of Parquet that are hashed whole, at about 1 GB/s; of what comes behind, samples
 _ARROW = {"int64": pa.int64(), "double": pa.float64(), "bool": pa.bool_(), "string": pa.string(), "json": pa.string()}
 
 
@@ -68,19 +70,30 @@ class _Index:
     def __init__(self, step: int, *, fixed: bool) -> None:
         self.step, self._fixed = step, fixed
         self._offsets, self._lines = array("q"), array("q")
+        self._sums: list[int] = []
+        self.bounds: dict[int, int] = {}  # where files begin and end -> sum of the digests of all rows before
 
-    def add(self, offset: int, line: int) -> None:
-        """For rows 0, step, 2 x step, ... in turn."""
+    def add(self, offset: int, line: int, digests: int) -> None:
+        """For rows 0, step, 2 x step, ... in turn. `digests` is the sum of the digests of all rows before."""
+        self._sums.append(digests)
         self._offsets.append(offset)
         self._lines.append(line)
 
     def compact(self) -> None:
         if len(self._offsets) >= _MAX_INDEX and not self._fixed:
-            self._offsets, self._lines = self._offsets[::2], self._lines[::2]
+            self._offsets, self._lines, self._sums = self._offsets[::2], self._lines[::2], self._sums[::2]
             self.step *= 2
 
     def position(self, row_index: int) -> tuple[int, int]:
         return self._offsets[row_index // self.step], self._lines[row_index // self.step]
+
+    def digest(self, first: int, stop: int) -> str:
+        """Of the rows between two points or ends of files."""
+        return f"{self._sum(stop) - self._sum(first) & MASK:032x}"
+
+    def _sum(self, row_index: int) -> int:
+        known = self.bounds.get(row_index)
+        return self._sums[row_index // self.step] if known is None else known
 
 
 def make_plan(spec: JobSpec, *, num_workers_hint: int = 1) -> PlanResult:
@@ -162,7 +175,8 @@ def _cut(files: Sequence[InputFile], size: int, index: _Index | None) -> list[Ch
             if count > 0:
                 first = row - starts[at]
                 offset, line = index.position(row) if index is not None and row == row_index and first else (0, 1)
-                segments.append(Segment(at, first, count, offset, line))
+                content = "" if index is None else index.digest(row, row + count)
+                segments.append(Segment(at, first, count, offset, line, content))
             row += count
             at += 1
         chunks.append(Chunk(len(chunks), row_index, stop - row_index, tuple(segments)))
@@ -182,6 +196,7 @@ def _stamp(found: FoundFile, before: os.stat_result, num_rows: int, how: str) ->
         mtime_ns=stat.st_mtime_ns,
         num_rows=num_rows,
         digest=digest(found.path, how),
+        ctime_ns=stat.st_ctime_ns,
     )
 
 
@@ -189,7 +204,7 @@ def _scan_parquet(found: Sequence[FoundFile], limit: int | None) -> _Scan:
     files: list[InputFile] = []
     schemas: list[tuple[str, pa.Schema]] = []
     warnings: list[str] = []
-    left = limit
+    left, hashed = limit, 0
     check_footers([item.path for item in found])
     for item in found:
         if left == 0 and files:
@@ -205,7 +220,8 @@ def _scan_parquet(found: Sequence[FoundFile], limit: int | None) -> _Scan:
             size = f"{largest / (1 << 30):.1f} GiB"
             warnings.append(f"{item.path} has a row group of {size}; resuming inside it decodes its start again")
         file.close()
-        files.append(_stamp(item, before, count, "footer"))
+        hashed += before.st_size
+        files.append(_stamp(item, before, count, "full" if hashed <= _MAX_HASHED else "samples"))
     schema = parquet.unify_schemas(schemas)
     return _Scan(files, dict.fromkeys(schema.names, "parquet"), schema, None, warnings)
 
@@ -214,13 +230,14 @@ def _scan_jsonl(found: Sequence[FoundFile], limit: int | None, index: _Index, ma
     types = jsonl.ColumnTypes()
     scan = _Scan([], {}, pa.schema([]), index, [])
     empty: list[str] = []
-    total = 0
+    total = digests = 0
     next_point = 0
     for item in found:
         if limit is not None and total >= limit and scan.files:
             break
         before = check_regular(item.path)
         first = total
+        index.bounds[total] = digests
         good = 0
         first_bad = ""
         whole = True
@@ -229,7 +246,7 @@ def _scan_jsonl(found: Sequence[FoundFile], limit: int | None, index: _Index, ma
                 whole = False
                 break
             if total == next_point:
-                index.add(offset, line)
+                index.add(offset, line, digests)
                 index.compact()
                 next_point = total + index.step - total % index.step
             row, error = (None, raw) if isinstance(raw, RowError) else jsonl.parse_row(raw)
@@ -249,6 +266,7 @@ def _scan_jsonl(found: Sequence[FoundFile], limit: int | None, index: _Index, ma
                     scan.warnings.append(f"{item.path}:{line}: {error.message}")
                 if row is None and total == first and isinstance(raw, bytes):
                     _refuse_json_document(item.path, raw)
+            digests = digests + row_digest(total - first, raw) & MASK
             total += 1
         if total > first and not good and (whole or not len(types)):
             raise InputDataError(
@@ -258,6 +276,7 @@ def _scan_jsonl(found: Sequence[FoundFile], limit: int | None, index: _Index, ma
         if total == first and whole:
             empty.append(item.path)
         scan.files.append(_stamp(item, before, total - first, "full" if whole else "ends"))
+    index.bounds[total] = digests
     if empty and len(found) > 1:
         number = f"{len(empty):,} input files hold" if len(empty) > 1 else "1 input file holds"
         scan.warnings.append(f"{number} no rows: {empty[0]}" + " ..." * (len(empty) > 1))

@@ -6,7 +6,7 @@ Parquet row group again. Memory is bounded by a block of a file and one chunk's 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -14,7 +14,8 @@ import pyarrow as pa
 
 from batchjob.errors import InputDataError, InputMissingError
 from batchjob.io import jsonl, parquet
-from batchjob.io.inputs import check_unchanged
+from batchjob.io.digests import same_lines
+from batchjob.io.inputs import check_size, check_unchanged
 from batchjob.io.positions import BatchPosition, Line, LinePosition
 from batchjob.plan import Chunk, InputFile, Plan, Segment
 from batchjob.records import Record, RowError
@@ -38,7 +39,7 @@ class InputReader:
         self._max_row_bytes = max_row_bytes
         self._positions: dict[tuple[int, tuple[str, ...] | None, int], LinePosition | BatchPosition] = {}
         self._next_key = 0
-        self._touched: set[int] = set()
+        self._seen: dict[int, tuple[int, int]] = {}  # file -> its times when its content was last compared
         self.warnings: list[str] = []
 
     def rows(self, chunk: Chunk, columns: Sequence[str] | None, *, skip: Container[int] = ()) -> Iterator[Record]:
@@ -52,6 +53,7 @@ class InputReader:
             make = self._jsonl_rows if file.format == "jsonl" else self._parquet_rows
             yield from make(file, segment, row_index, columns, skip)
             row_index += segment.num_rows
+            self._checked(segment)  # or it changed while it was read
 
     def carried(self, chunk: Chunk) -> pa.Table:
         """The chunk's carried columns: `chunk.num_rows` rows in the plan's schema, nulls for rows that cannot be read.
@@ -68,9 +70,16 @@ class InputReader:
             if table.num_rows != segment.num_rows:
                 raise _changed(file)
             tables.append(table)
+            self._checked(segment)
         if not tables:
             return self._schema.empty_table()
         return pa.concat_tables(tables).replace_schema_metadata(self._schema.metadata)
+
+    def compare(self, chunks: Iterable[Chunk], file_index: int) -> None:
+        """Reads the lines of a JSONL file that belong to these chunks. Raises InputMissingError where they changed."""
+        for segment in (segment for chunk in chunks for segment in chunk.segments if segment.file_index == file_index):
+            for _ in self._lines(self._files[file_index], segment):
+                pass
 
     def close(self) -> None:
         for position in self._positions.values():
@@ -81,10 +90,12 @@ class InputReader:
 
     def _checked(self, segment: Segment) -> InputFile:
         file = self._files[segment.file_index]
-        if segment.file_index not in self._touched:
+        stat = check_size(file)
+        times = stat.st_mtime_ns, stat.st_ctime_ns
+        if self._seen.get(segment.file_index) != times:
             warning = check_unchanged(file)
-            if warning is not None:
-                self._touched.add(segment.file_index)
+            self._seen[segment.file_index] = times
+            if warning is not None and warning not in self.warnings:
                 self.warnings.append(warning)
         return file
 
@@ -95,7 +106,8 @@ class InputReader:
             start = segment if not file.compression else Segment(segment.file_index, 0, 0)
             position = self._keep(LinePosition(file, start, self._max_row_bytes), segment.file_index, None)
         assert isinstance(position, LinePosition)
-        return position.take(segment)
+        lines = position.take(segment)
+        return same_lines(file, segment, lines) if segment.digest else lines
 
     def _batches(self, file: InputFile, segment: Segment, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         names = tuple(columns)

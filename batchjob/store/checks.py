@@ -39,7 +39,9 @@ def _check_file(file: InputFile) -> None:
         raise ValueError(f"{file.path!r} is no absolute path")
     if file.format not in ("jsonl", "parquet") or file.compression not in ("", "gz", "zst", "xz", "bz2"):
         raise ValueError(f"{file.path!r} has no known format")
-    if not all(_is_count(number) for number in (file.size, file.num_rows)) or type(file.mtime_ns) is not int:
+    if not all(_is_count(number) for number in (file.size, file.num_rows)) or not all(
+        type(time) is int for time in (file.mtime_ns, file.ctime_ns)
+    ):
         raise ValueError(f"{file.path!r} has no sensible size")
 
 
@@ -54,6 +56,8 @@ def _segment_rows(segment: Segment, files: tuple[InputFile, ...]) -> int:
     numbers = (segment.file_index, segment.first_row, segment.num_rows, segment.byte_offset, segment.line)
     if not all(_is_count(number) for number in numbers) or segment.file_index >= len(files):
         raise ValueError("a chunk has a segment out of range")
+    if not isinstance(segment.digest, str):
+        raise ValueError("a segment's digest is no text")
     if segment.first_row + segment.num_rows > files[segment.file_index].num_rows:
         raise ValueError("a chunk has rows that its file has not")
     return segment.num_rows

@@ -285,6 +285,14 @@ class OpenChunk:
             self._on_commit(committed)
         return committed
 
+    def disown(self) -> None:
+        """Closes the chunk and removes what this process logged of it: its rows were not those of the plan."""
+        own = [path for path in self.finished.logs if path.name.startswith(self._context.attempt)]
+        self.close()
+        for path in own:
+            with storage_errors("removing", path):
+                self._fs.unlink_if_there(path)
+
     def close(self) -> None:
         """Lets go of the chunk without committing it; its logs stay for whoever opens it next."""
         self._log.close()

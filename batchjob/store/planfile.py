@@ -39,10 +39,13 @@ def plan_to_bytes(plan: Plan, *, previous: str = "") -> bytes:
     `previous` is the checksum of the plan file that this one extends.
     """
     metadata = {
-        b"files": json.dumps([asdict(file) for file in plan.files]).encode(),
+        b"files": json.dumps([_stamp(file) for file in plan.files]).encode(),
         b"columns": json.dumps(list(plan.columns.items())).encode(),
         b"arrow_schema": plan.arrow_schema,
     }
+    if digests := _digests(plan):
+        metadata[b"digests"] = json.dumps(digests).encode()
+    metadata[b"ctimes"] = json.dumps([file.ctime_ns for file in plan.files]).encode()
     if previous:
         metadata[b"chain"] = _chain(plan, previous).encode()
     chunks = pa.Table.from_pylist(
@@ -51,7 +54,7 @@ def plan_to_bytes(plan: Plan, *, previous: str = "") -> bytes:
                 "index": chunk.index,
                 "row_index": chunk.row_index,
                 "num_rows": chunk.num_rows,
-                "segments": [asdict(segment) for segment in chunk.segments],
+                "segments": [_place(segment) for segment in chunk.segments],
             }
             for chunk in plan.chunks
         ],
@@ -68,11 +71,19 @@ def plan_from_bytes(data: bytes, *, previous: str = "") -> Plan:
     table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
     metadata = table.schema.metadata or {}
     columns = [table.column(name).to_pylist() for name in _CHUNKS.names]
+    files = json.loads(metadata[b"files"])
+    ctimes: list[int] = json.loads(metadata.get(b"ctimes", b"[]")) or [0] * len(files)
+    digests: list[list[str]] = json.loads(metadata.get(b"digests", b"[]")) or [[""] * len(s) for s in columns[-1]]
     plan = Plan(
-        files=tuple(InputFile(**file) for file in json.loads(metadata[b"files"])),
+        files=tuple(InputFile(**file, ctime_ns=ctime) for file, ctime in zip(files, ctimes, strict=True)),
         chunks=tuple(
-            Chunk(index, row_index, num_rows, tuple(Segment(**segment) for segment in segments))
-            for index, row_index, num_rows, segments in zip(*columns, strict=True)
+            Chunk(
+                index,
+                row_index,
+                num_rows,
+                tuple(Segment(**place, digest=digest) for place, digest in zip(places, known, strict=True)),
+            )
+            for index, row_index, num_rows, places, known in zip(*columns, digests, strict=True)
         ),
         columns=dict(json.loads(metadata[b"columns"])),
         arrow_schema=metadata[b"arrow_schema"],
@@ -103,5 +114,28 @@ def join_plans(plan: Plan, extension: Plan) -> Plan:
 
 
 def _chain(plan: Plan, previous: str) -> str:
-    content = [previous, [asdict(file) for file in plan.files], [asdict(chunk) for chunk in plan.chunks]]
+    chunks = [{**asdict(chunk), "segments": [_place(segment) for segment in chunk.segments]} for chunk in plan.chunks]
+    content: list[object] = [previous, [_stamp(file) for file in plan.files], chunks]
+    if digests := _digests(plan):
+        content.append(digests)
     return checksum(json.dumps(content).encode())
+
+
+def _stamp(file: InputFile) -> dict[str, object]:
+    """A file in the form that earlier versions read and wrote."""
+    stamp = asdict(file)
+    del stamp["ctime_ns"]
+    return stamp
+
+
+def _place(segment: Segment) -> dict[str, int]:
+    """Where a segment is, without what it holds: the form that earlier versions read and wrote."""
+    place = asdict(segment)
+    del place["digest"]
+    return place
+
+
+def _digests(plan: Plan) -> list[list[str]]:
+    """The digests of the segments of each chunk; none where no segment has one."""
+    digests = [[segment.digest for segment in chunk.segments] for chunk in plan.chunks]
+    return digests if any(any(known) for known in digests) else []
