@@ -27,6 +27,7 @@ def open_parquet(path: str) -> pq.ParquetFile:
             buffer_size=1 << 20,
             pre_buffer=False,
             page_checksum_verification=True,
+            coerce_int96_timestamp_unit="us",  # as nanoseconds, the default, the year 9999 would wrap to 1816
             thrift_string_size_limit=_MAX_THRIFT_STRING,
             thrift_container_size_limit=_MAX_THRIFT_ITEMS,
         )

@@ -17,6 +17,7 @@ from batchjob.io import jsonl, parquet
 from batchjob.io.digests import same_lines
 from batchjob.io.inputs import check_size, check_unchanged
 from batchjob.io.positions import BatchPosition, Line, LinePosition
+from batchjob.io.unify import conform, join
 from batchjob.plan import Chunk, InputFile, Plan, Segment
 from batchjob.records import Record, RowError
 
@@ -253,13 +254,24 @@ class InputReader:
             if batches and field.name in batches[0].schema.names:
                 column = pa.chunked_array([batch.column(field.name) for batch in batches])
                 if column.type != field.type:
-                    if not pa.types.is_null(column.type):
-                        raise _changed(file)
-                    column = pa.chunked_array([pa.nulls(count, field.type)])
+                    column = _conformed(file, field, column)
             else:
                 column = pa.chunked_array([pa.nulls(count, field.type)])
             columns.append(column)
         return pa.table(columns, schema=self._schema)
+
+
+def _conformed(file: InputFile, field: pa.Field, column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """The column in the type of the job, which the plan found to hold it."""
+    if join(column.type, field.type) is None:
+        raise _changed(file)
+    try:
+        return pa.chunked_array([conform(chunk, field.type) for chunk in column.chunks], field.type)
+    except pa.ArrowException as error:
+        raise InputDataError(
+            f"{file.path}: column {field.name!r} has a value that does not fit the job's type {field.type}: {error}. "
+            "Leave the column out with --keep-columns in a new output, or convert it"
+        ) from error
 
 
 def _changed(file: InputFile) -> InputMissingError:
