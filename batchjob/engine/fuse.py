@@ -85,13 +85,27 @@ def fuse(
     return done
 
 
+def left_unfused(module: nn.Module, attentions: set[type[nn.Module]]) -> tuple[str, ...]:
+    """The classes of attention (of those given) and of gated MLPs that a fused module still runs as they were."""
+    names = {
+        type(part).__name__
+        for part in module.modules()
+        if type(part) in attentions or (isinstance(getattr(part, "down_proj", None), nn.Module) and not _is_own(part))
+    }
+    return tuple(sorted(names))
+
+
+def _is_own(part: nn.Module) -> bool:
+    return type(part).__module__.startswith("batchjob.")
+
+
 def _original(module: nn.Module, path: str) -> nn.Module | None:
     """The part at `path`, unless it, or what it was in, has been replaced."""
     try:
         part = module.get_submodule(path)
     except AttributeError:
         return None
-    return None if type(part).__module__.startswith("batchjob.") else part
+    return None if _is_own(part) else part
 
 
 def _kinds(weight: Tensor, call_of: dict[int, LayerCall], ops: ModuleType | None) -> Kinds:
@@ -167,9 +181,7 @@ def _replayed(new: nn.Module, path: str, recorded: dict[str, Recorded]) -> Itera
     """Originals that a new part takes over (experts) only repeat what they gave: a router that is between two experts
     takes either of them, for no more than a rounding."""
     originals = {
-        name: child
-        for name, child in new.named_children()
-        if f"{path}.{name}" in recorded and not type(child).__module__.startswith("batchjob.")
+        name: child for name, child in new.named_children() if f"{path}.{name}" in recorded and not _is_own(child)
     }
     for name in originals:
         setattr(new, name, _Replay(recorded[f"{path}.{name}"]))

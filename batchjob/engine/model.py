@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from batchjob.engine.attention import LayerCall, StepContext, computing, current_step
 from batchjob.engine.backends import HAVE_BLOCK_SIZES, READ_DEVICE_LENS
 from batchjob.engine.checkpoint import described, load_config, load_module
-from batchjob.engine.fuse import fuse
+from batchjob.engine.fuse import fuse, left_unfused
 from batchjob.engine.kv_cache import LayerShape
 from batchjob.engine.length_check import SMALL_WINDOW, first_positions, short_windows
 from batchjob.engine.load_check import (
@@ -53,7 +53,7 @@ class LoadedModel:
     name: str  # of its class
     backend: Selection  # of attention
     fused: dict[str, int]  # kind of part -> how many were replaced by faster ones
-    unfused: tuple[str, ...] = ()  # classes of attention that were to be fused and run as they are
+    unfused: tuple[str, ...] = ()  # classes of attention and MLPs that were to be fused and run as they are
     unknown_ids: Tensor | None = None  # int64; ids that stand for no token, which are never to be drawn
 
     def forward(self, input_ids: Tensor, positions: Tensor, keep: Tensor, step: StepContext) -> Tensor:
@@ -101,10 +101,10 @@ def load_model(
             ops=ops,
         )
         if model is not None:
+            if use_fused and not with_fused:  # its fused parts gave other results
+                model.unfused = (model.name,)
             return model
-        name = type(module).__name__
         del module
-        logger.warning("%s: fused parts give other results than the model; running without them", name)
     raise AssertionError("a model without fused parts is accepted or refused")
 
 
@@ -185,12 +185,12 @@ def _prepared(
                 f"set --max-model-len to at most {first_position}"
             )
     _check_windows(module, calls, packed)
-    attentions = {type(call.module).__name__ for call in calls}
+    attentions = {type(call.module) for call in calls}
     fused = fuse(module, calls, packed, ops=ops) if use_fused else {}
     if fused and not all(_still_equal(logits, partial(packed, at)) for at, logits in expected.items()):
         return None
-    left = attentions & {type(part).__name__ for part in module.modules()} if fused else set()
-    return LoadedModel(module, shapes, expected[0][0].shape[1], name, backend, fused, tuple(sorted(left)))
+    left = left_unfused(module, attentions) if fused else ()
+    return LoadedModel(module, shapes, expected[0][0].shape[1], name, backend, fused, left)
 
 
 def _cause(module: nn.Module, expected: list[Tensor]) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from batchjob.engine.known_forwards import is_plain
+
 _EXPECTED_ROWS = 64  # oneDNN chooses the order for this many; it serves any other as well
 
 
@@ -52,10 +54,12 @@ POST_OPS = {"silu": ("swish", ""), "gelu_tanh": ("gelu", "tanh"), "gelu": ("gelu
 def pack_linear(linear: nn.Module) -> PackedLinear | None:
     """The packed form of an `nn.Linear`, or of Transformers' `Conv1D` (weights transposed); None for anything else."""
     weight = getattr(linear, "weight", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or not can_pack(weight):
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or not can_pack(weight) or not is_plain(linear):
         return None
     if type(linear) is nn.Linear:
         return PackedLinear(weight, linear.bias)
-    if type(linear).__name__ == "Conv1D" and hasattr(linear, "nf"):
+    from transformers.pytorch_utils import Conv1D
+
+    if type(linear) is Conv1D:
         return PackedLinear(weight.T, linear.bias)  # type: ignore[arg-type]
     return None

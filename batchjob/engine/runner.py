@@ -184,7 +184,7 @@ class TorchRunner:
         if self._device.type != "cpu" or config.attention_backend != "auto" or config.deterministic:
             parts.append(f"attention by {self._model.backend.name}")
         if self._model.unfused:
-            parts.append(f"slower layers ({', '.join(self._model.unfused)} has no fused form)")
+            parts.append(f"slower layers (no fused form is known for {', '.join(self._model.unfused)})")
         if config.decode_steps_per_launch > 1:
             parts.append(f"{config.decode_steps_per_launch} decode steps per launch")
         if config.deterministic:

@@ -195,3 +195,52 @@ def test_windows_are_short_for_the_check_and_as_they_were_afterwards(name: str) 
     after = check_layers(model, packed_forward)
     assert [call.window for call in after] == [call.window for call in calls]
     assert 90 in {call.window for call in after}
+
+
+def test_a_helper_that_was_swapped_makes_a_definition_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    rotate: Any = modeling_llama.apply_rotary_pos_emb
+    attention = modeling_llama.LlamaAttention
+    before = definition(attention)
+
+    def half(x: Any) -> Any:
+        return -x
+
+    def wrapped(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        return rotate(q, k, cos, 2 * sin)
+
+    wrapped.__wrapped__ = rotate  # type: ignore[attr-defined]
+    found = set()
+    for name, helper in (("rotate_half", half), ("apply_rotary_pos_emb", wrapped)):
+        with monkeypatch.context() as patch:
+            patch.setattr(modeling_llama, name, helper)
+            definition.cache_clear()
+            found.add(definition(attention))
+    definition.cache_clear()
+    assert definition(attention) == before
+    assert before not in found
+    assert None in found, "a wrapper of somebody else may do anything"
+
+
+def test_a_part_with_a_hook_is_not_known() -> None:
+    layer = random_model("LlamaConfig").eval().model.layers[0]
+    assert known_form(layer.mlp) == "gated_mlp"
+    layer.mlp.register_forward_hook(lambda *_: None)
+    assert known_form(layer.mlp) is None
+
+
+@packs
+@pytest.mark.parametrize(
+    ("config_name", "values", "left"),
+    [
+        ("LlamaConfig", {}, ()),
+        ("LlamaConfig", {"hidden_act": "gelu_10"}, ("LlamaMLP",)),
+        ("ApertusConfig", {"hidden_act": "xielu"}, ("ApertusMLP",)),
+        ("OlmoConfig", {"clip_qkv": 1e4}, ("OlmoAttention",)),
+    ],
+)
+def test_the_user_is_told_what_runs_without_fused_layers(
+    config_name: str, values: dict[str, Any], left: tuple[str, ...]
+) -> None:
+    assert prepared(config_name, **values).unfused == left
