@@ -2,8 +2,8 @@
 
 Each model type gets a tiny random model from its configuration class. The engine runs it with small blocks, steps of a
 few tokens, prompts that share a beginning, and a pool so small that rows are preempted. Then one eager forward of the
-model over each row alone must choose the same tokens. `python tests/engine/mapping.py` prints the outcome of each type;
-`--write` puts the table into docs/models.md.
+model over each row alone must choose the same tokens. `python tests/engine/mapping.py` prints the outcome of each type,
+which docs/models.md lists.
 """
 
 from __future__ import annotations
