@@ -7,7 +7,6 @@ Parquet row group again. Memory is bounded by a block of a file and one chunk's 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 import pyarrow as pa
@@ -25,6 +24,7 @@ MAX_ROW_BYTES = 64 << 20
 _MAX_CARRIED_BYTES = 4 << 30  # of one chunk, decoded
 _MAX_POSITIONS = 4
 _CARRIED_ROWS = 2_000
+_CARRIED_BYTES = 64 << 20
 
 
 class InputReader:
@@ -173,7 +173,7 @@ class InputReader:
     def _jsonl_carried(self, file: InputFile, segment: Segment) -> pa.Table:
         lines = self._lines(file, segment)
         batches = []
-        while piece := list(islice(lines, _CARRIED_ROWS)):  # so that few rows are Python objects at a time
+        for piece in _pieces(lines):
             batches.append(self._carried_batch(file, piece))
         return pa.Table.from_batches(batches, schema=batches[0].schema if batches else self._schema)
 
@@ -272,6 +272,21 @@ def _conformed(file: InputFile, field: pa.Field, column: pa.ChunkedArray) -> pa.
             f"{file.path}: column {field.name!r} has a value that does not fit the job's type {field.type}: {error}. "
             "Leave the column out with --keep-columns in a new output, or convert it"
         ) from error
+
+
+def _pieces(lines: Iterator[Line]) -> Iterator[list[Line]]:
+    """The lines in lists of bounded number and size: few rows are Python objects at a time, and no column of a list
+    comes near the 2 GiB that one Arrow array of text can hold."""
+    piece: list[Line] = []
+    size = 0
+    for line in lines:
+        piece.append(line)
+        size += len(line[2]) if isinstance(line[2], bytes) else 0
+        if len(piece) == _CARRIED_ROWS or size >= _CARRIED_BYTES:
+            yield piece
+            piece, size = [], 0
+    if piece:
+        yield piece
 
 
 def _changed(file: InputFile) -> InputMissingError:

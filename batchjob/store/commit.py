@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from batchjob.store.fsops import storage_error, storage_errors
 from batchjob.store.parts import BadPartError, ContentHash, PartInfo, count_rows, write_part
 from batchjob.store.rows import Records
 from batchjob.store.schema import OWN_COLUMNS, TOKEN_IDS
+
+_MAX_TAKE_BYTES = 1 << 30  # of carried columns; an Arrow array of text holds 2 GiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +176,18 @@ class PartTables:
         if len(set(rows)) == len(rows) == rows[-1] - rows[0] + 1:
             table = self.carried.slice(rows[0] - first, len(rows))
         else:
-            table = self.carried.take(pa.array([row - first for row in rows], pa.int64()))
+            table = _take(self.carried, [row - first for row in rows])
         return {name: table.column(name) for name in table.column_names}
+
+
+def _take(table: pa.Table, rows: list[int]) -> pa.Table:
+    """These rows, which are in order and may repeat. `Table.take` joins all chunks of a column, which must then fit
+    into one array: larger ones are put together row by row, without a copy."""
+    span = table.slice(rows[0], rows[-1] + 1 - rows[0])
+    times = max(Counter(rows).values())
+    if span.nbytes * times < _MAX_TAKE_BYTES:
+        return span.take(pa.array([row - rows[0] for row in rows], pa.int64()))
+    return pa.concat_tables([table.slice(row, 1) for row in rows])
 
 
 def _columns(records: Records, with_token_ids: bool) -> dict[str, list[Any]]:

@@ -76,6 +76,28 @@ def test_chunks_in_nearly_sorted_order_unpack_a_file_at_most_twice(
     assert len(opened) == 2
 
 
+def test_a_column_past_what_one_arrow_array_holds_comes_in_several(
+    write: Write, plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchjob.io.reader._CARRIED_BYTES", 100)  # of which 2 GiB would be the limit
+    result = plan_of(write("a.jsonl", LINES), chunk_rows=50)
+    table = read_carried(result.plan, result.plan.chunks[1])
+    assert table["b"].num_chunks > 5
+    assert table["b"].to_pylist() == [f"row {index}" for index in range(50, 100)]
+
+
+@pytest.mark.long
+def test_more_than_2_gib_of_one_carried_column(tmp_path: Path, plan_of: PlanOf) -> None:
+    path = tmp_path / "a.jsonl"
+    with path.open("wb") as file:
+        for index in range(45):
+            file.write(b'{"a": %d, "b": "%s"}\n' % (index, b"x" * (50 << 20)))
+    result = plan_of(path, chunk_rows=45)
+    table = read_carried(result.plan, result.plan.chunks[0])
+    assert table.nbytes > 2 << 30
+    assert table["a"].to_pylist() == list(range(45))
+
+
 def test_row_groups_before_a_chunk_are_not_decoded(
     tmp_path: Path, plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:

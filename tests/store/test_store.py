@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
@@ -24,6 +25,7 @@ from batchjob.errors import (
 from batchjob.records import Completion
 from batchjob.store import Counts, FsOps, Store
 from batchjob.store.attempts import attempt_record
+from batchjob.store.commit import PartTables
 from batchjob.store.layout import Layout
 from batchjob.store.parts import BadPartError
 
@@ -322,6 +324,20 @@ def test_carried_columns_must_be_those_of_the_plan(kit: Any, output: Path) -> No
     with pytest.raises(ValueError, match="'extra' is of type int64"):
         chunk.commit(table.set_column(1, "extra", pa.array([1, 2, 3])))
     assert chunk.commit(table).won
+
+
+def test_carried_columns_past_2_gib_are_taken_with_any_number_of_samples(kit: Any) -> None:
+    plan = kit.make_plan(40, 40)
+    text = pa.array(["x" * (64 << 20)])
+    table = pa.table([pa.chunked_array([text] * 40)] * 2, schema=kit.CARRIED)  # 5 GiB, on 64 MiB of memory
+    tables = PartTables(kit.make_manifest(plan).arrow_schema, plan.chunks[0], table, with_token_ids=False)
+    rows = [row for row in range(40) for _ in range(2)]
+    column = tables._carried_of(rows)["question"]
+    assert len(column) == 80
+    assert pc.binary_length(column).unique().to_pylist() == [64 << 20]
+    small = kit.carried(plan.chunks[0])
+    tables = PartTables(kit.make_manifest(plan).arrow_schema, plan.chunks[0], small, with_token_ids=False)
+    assert tables._carried_of(rows[3:])["question"].to_pylist() == [f"q{row}" for row in rows[3:]]
 
 
 def test_the_second_of_two_commits_gives_way(kit: Any, output: Path) -> None:
