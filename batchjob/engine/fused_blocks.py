@@ -68,10 +68,10 @@ class FusedAttention(nn.Module):
         # Not the call itself, which holds the module that this one replaces, and its weights.
         self._settings: dict[str, Any] = {
             "scale": call.scale,
-            "window": call.window,
             "softcap": call.softcap,
             "sinks": call.sinks,
         }
+        self.window = call.window  # of this name, so that the load check can shorten it
         self._layer_index = int(attention.layer_idx)  # type: ignore[arg-type]
         num_heads, num_kv_heads, dim = call.num_heads, call.num_kv_heads, call.head_dim
         self._num_heads, self._num_rotated, self._dim = num_heads, num_heads + num_kv_heads, dim
@@ -110,7 +110,7 @@ class FusedAttention(nn.Module):
         pairs = torch.view_as_complex(heads[:, : self._num_rotated].unflatten(2, (-1, 2)))
         pairs.mul_(step.rotation(*position_embeddings))
         kv = heads[:, self._num_heads :].unflatten(1, (2, -1))
-        return step.attend(self._layer_index, q, kv, **self._settings).flatten(1)
+        return step.attend(self._layer_index, q, kv, window=self.window, **self._settings).flatten(1)
 
 
 class FusedLayer(nn.Module):

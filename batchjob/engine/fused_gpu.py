@@ -107,10 +107,10 @@ class PagedAttention(nn.Module):
     def __init__(self, attention: nn.Module, call: LayerCall, ops: ModuleType, *, half_angles: bool = False) -> None:
         super().__init__()
         self._layer_index = int(attention.layer_idx)  # type: ignore[arg-type]
+        self.window = call.window  # of this name, so that the load check can shorten it
         self._num_heads, self._head_dim = call.num_heads, call.head_dim
         self._settings: dict[str, Any] = {
             "scale": call.scale,
-            "window": call.window,
             "softcap": call.softcap,
             "sinks": call.sinks,
         }  # not the call itself, which holds the module that this one replaces
@@ -142,7 +142,7 @@ class PagedAttention(nn.Module):
             rotary_dim=2 * cos.shape[2] if self._half_angles else None,
             **self._norms,
         )
-        return step.attend_written(self._layer_index, q, **self._settings).flatten(1)
+        return step.attend_written(self._layer_index, q, window=self.window, **self._settings).flatten(1)
 
 
 class PreNormLayer(nn.Module):

@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import nn
 
-from batchjob.engine.attention import LayerCall
 from batchjob.engine.load_check import TEST_LENS
 
 SMALL_WINDOW = 6  # tokens; below the lengths of the test sequences
@@ -33,23 +32,25 @@ def first_positions(config: Any, max_model_len: int) -> list[int]:
     return sorted(starts)
 
 
-def _lengths(settings: Mapping[str, Any]) -> Iterator[int]:
+def _lengths(settings: Mapping[Any, Any]) -> Iterator[int]:
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from _lengths(value)
-        elif type(value) is int and _LENGTH_NAME.search(name):
-            yield value
+        elif isinstance(name, str) and _LENGTH_NAME.search(name):
+            for length in value if isinstance(value, list | tuple) else (value,):
+                if type(length) in (int, float) and length > 0 and length == int(length):
+                    yield int(length)
 
 
 @contextmanager
-def short_windows(module: nn.Module, calls: list[LayerCall]) -> Iterator[bool]:
+def short_windows(module: nn.Module, windows: set[int]) -> Iterator[bool]:
     """Makes every sliding window of a model `SMALL_WINDOW` tokens long for a while; False if it has none to shorten.
 
-    `calls` are its attention calls. Windows are the attributes of its parts and the entries of its configurations whose
-    names say so and whose values are those of the calls, or of the configuration where no call has a window.
+    `windows` are those of its attention calls. What is shortened are the attributes of its parts, fused or not, and the
+    entries of its configurations whose names say so and whose values are among `windows`, or any if there are none.
     """
     changed: list[tuple[Callable[[Any], None], Any]] = []
-    values = {call.window for call in calls if call.window is not None and call.window > SMALL_WINDOW}
+    values = {window for window in windows if window > SMALL_WINDOW}
     for owner in _owners(module):
         for name, value in list(vars(owner).items()):
             if "window" not in name or type(value) is not int or value <= SMALL_WINDOW:

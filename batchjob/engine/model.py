@@ -184,11 +184,16 @@ def _prepared(
                 else f"{name} gives {problem}, at positions from {first_position} on; "
                 f"set --max-model-len to at most {first_position}"
             )
-    _check_windows(module, calls, packed)
+    windows = {call.window for call in calls if call.window is not None}
+    with_short_windows = _check_windows(module, windows, packed)
     attentions = {type(call.module) for call in calls}
     fused = fuse(module, calls, packed, ops=ops) if use_fused else {}
     if fused and not all(_still_equal(logits, partial(packed, at)) for at, logits in expected.items()):
         return None
+    if fused and with_short_windows is not None:
+        with short_windows(module, windows):
+            if not _still_equal(with_short_windows, packed):
+                return None
     left = left_unfused(module, attentions) if fused else ()
     return LoadedModel(module, shapes, expected[0][0].shape[1], name, backend, fused, left)
 
@@ -204,21 +209,24 @@ def _cause(module: nn.Module, expected: list[Tensor]) -> str:
     return "some part of it mixes tokens outside of its attention function"
 
 
-def _check_windows(module: nn.Module, calls: list[LayerCall], packed: Callable[[], list[Tensor]]) -> None:
-    """Compares once more with sliding windows of a few tokens. Raises UnsupportedModelError."""
+def _check_windows(module: nn.Module, windows: set[int], packed: Callable[[], list[Tensor]]) -> list[Tensor] | None:
+    """Compares once more with sliding windows of a few tokens; returns the model's own logits with them, or None where
+    there are no windows. Raises UnsupportedModelError."""
     name = type(module).__name__
-    with short_windows(module, calls) as has_windows:
+    with short_windows(module, windows) as has_windows:
         if not has_windows:
-            return
+            return None
         longest = max((call.window or 0 for call in check_layers(module, packed_forward)), default=0)
         if longest > SMALL_WINDOW:
             raise UnsupportedModelError(f"{name} has a sliding window of {longest} tokens that cannot be checked")
-        if problem := logits_problem(eager_logits(module), packed()):
+        expected = eager_logits(module)
+        if problem := logits_problem(expected, packed()):
             raise UnsupportedModelError(
                 f"{name} gives {problem}, once a row is longer than the sliding_window of its configuration: the "
                 "model's own code does not use that window as its attention is told. If the model was made without "
                 "one, set sliding_window to null in its config.json"
             )
+        return expected
 
 
 def _watch_hidden_states(module: nn.Module) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from batchjob.engine.attention import ATTENTION_NAME, register
+from batchjob.engine.fused_blocks import FusedAttention
 from batchjob.engine.known_forwards import definition, known_activation, known_form
 from batchjob.engine.length_check import first_positions, short_windows
 from batchjob.engine.load_check import check_layers
@@ -158,6 +160,23 @@ def test_a_model_whose_queries_are_scaled_by_position_is_not_fused_and_says_so()
     assert model.unfused == ("Ministral3Attention",)
 
 
+@packs
+def test_a_fused_part_that_forgets_its_window_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the window is: here no token of the check reaches it."""
+    values = {**LLAMA, "sliding_window": 200}
+    model = random_model("MistralConfig", **values)
+    assert prepare_model(model, max_model_len=256, choose_backend=use_gather, block_size=4) is not None
+    built = FusedAttention.__init__
+
+    def forgetful(self: Any, *args: Any) -> None:
+        built(self, *args)
+        self.window = None
+
+    monkeypatch.setattr(FusedAttention, "__init__", forgetful)
+    model = random_model("MistralConfig", **values)
+    assert prepare_model(model, max_model_len=256, choose_backend=use_gather, block_size=4) is None
+
+
 def test_the_check_looks_around_every_length_that_the_configuration_names() -> None:
     config = random_model("Ministral3Config", **ministral(sliding_window=100)).config
     assert first_positions(config, 256) == [0, 21, 89, 233]
@@ -189,7 +208,7 @@ def test_windows_are_short_for_the_check_and_as_they_were_afterwards(name: str) 
     config_name, values = FAMILIES[name]
     model = random_model(config_name, **{**values, "sliding_window": 90})
     calls = check_layers(model, packed_forward)
-    with short_windows(model, calls) as has_windows:
+    with short_windows(model, {call.window for call in calls if call.window is not None}) as has_windows:
         assert has_windows
         assert {call.window for call in check_layers(model, packed_forward)} <= {WINDOW, None}
     after = check_layers(model, packed_forward)
@@ -244,3 +263,16 @@ def test_the_user_is_told_what_runs_without_fused_layers(
     config_name: str, values: dict[str, Any], left: tuple[str, ...]
 ) -> None:
     assert prepared(config_name, **values).unfused == left
+
+
+def test_lengths_are_found_wherever_a_configuration_has_them() -> None:
+    config = SimpleNamespace(
+        to_dict=lambda: {
+            "id2label": {0: 70, 1: "LABEL"},
+            "window_sizes": [40, None, 60],
+            "rope": {"original_max_position_embeddings": 80.0},
+            "max_window_layers": True,
+            "hidden_size": 90,
+        }
+    )
+    assert first_positions(config, 200) == [0, 29, 49, 69, 177]
