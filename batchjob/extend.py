@@ -34,6 +34,7 @@ def find_new_inputs(spec: JobSpec, plan: Plan, echo: Echo) -> tuple[list[FoundFi
     found, warnings = find_inputs(spec.input, spec.output)
     for line in warnings:
         echo(f"warning: {line}")
+    given = plan
     plan = _follow(plan, found, echo)
     planned = [file.path for file in plan.files]
     if spec.limit is not None:
@@ -51,7 +52,7 @@ def find_new_inputs(spec: JobSpec, plan: Plan, echo: Echo) -> tuple[list[FoundFi
             f"input file {new[0].path} was not there when this job was planned: --extend adds it to the job; or give "
             "another --output, or leave it out"
         )
-    if not plan.num_extensions and [path for path in paths if path in known] != planned:
+    if plan == given and not plan.num_extensions and [path for path in paths if path in known] != planned:
         raise InputMissingError("the input files come in another order than planned; give --input in the old order")
     for index, file in enumerate(plan.files):
         if warning := _changes(plan, index, file):
@@ -81,36 +82,47 @@ def _has_lines(plan: Plan, index: int) -> bool:
 
 def _follow(plan: Plan, found: Sequence[FoundFile], echo: Echo) -> Plan:
     """The plan with new paths for files that are given by another one: the same file, or one with the same bytes."""
-    free = {file.path for file in found} - {file.path for file in plan.files}
     given = {file.path for file in found}
+    gone = [index for index, file in enumerate(plan.files) if file.path not in given]
+    if not gone:
+        return plan
+    planned = {file.path for file in plan.files}
+    free = {file.path: os.path.getsize(file.path) for file in found if file.path not in planned}
     files = list(plan.files)
-    for index, file in enumerate(plan.files):
-        if file.path in given:
-            continue
-        for path in sorted(free):
-            moved = _moved(plan, index, file, path)
+    known: dict[tuple[str, str], str] = {}
+    lines: list[str] = []
+    for index in gone:
+        file = files[index]
+        name = os.path.basename(file.path)
+        candidates = [path for path, size in free.items() if size == file.size]
+        for path in sorted(candidates, key=lambda path: (os.path.basename(path) != name, path)):
+            moved = _moved(plan, index, path, known)
             if moved is not None:
-                echo(f"warning: {path} is read in place of {file.path}: it is the same, byte for byte")
+                lines.append(f"{path} is read in place of {file.path}: it holds the same")
                 files[index] = moved
-                free.remove(path)
+                del free[path]
                 break
+    if lines:
+        more = f" (and {counted(len(lines) - 1, 'file')} more like it)" if len(lines) > 1 else ""
+        echo(f"warning: {lines[0]}{more}")
     return replace(plan, files=tuple(files))
 
 
-def _moved(plan: Plan, index: int, file: InputFile, path: str) -> InputFile | None:
-    """The planned file at another path, if that is the same."""
+def _moved(plan: Plan, index: int, path: str, known: dict[tuple[str, str], str]) -> InputFile | None:
+    """The planned file at another path of its size, if that holds the same bytes. `known` keeps digests of paths."""
     from batchjob.io.inputs import digest
     from batchjob.io.reader import InputReader
 
-    if os.path.getsize(path) != file.size:
-        return None
+    file = plan.files[index]
     moved = replace(file, path=path)
     if os.path.exists(file.path) and os.path.samefile(file.path, path):
         return moved  # whether it has changed is looked at like for any other
     how = file.digest.partition(":")[0]
     if how != "full" and not _has_lines(plan, index):
         return None  # too little is known of it
-    if digest(path, how) != file.digest:
+    if (path, how) not in known:
+        known[path, how] = digest(path, how)
+    if known[path, how] != file.digest:
         return None
     if how == "ends":
         elsewhere = replace(plan, files=(*plan.files[:index], moved, *plan.files[index + 1 :]))

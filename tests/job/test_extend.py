@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -273,3 +274,66 @@ def test_eight_processes_extend_at_once(nightly: Nightly) -> None:
         "00000.arrow",
         "00001.arrow",
     ]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_moved_input_is_known_by_its_content(tmp_path: Path, write_jsonl: Write, ending: str) -> None:
+    def write(path: Path, first: int) -> None:
+        rows = [{"prompt": f"row {first + i:05d} {'x' * 200}"} for i in range(40)]
+        if ending == "jsonl":
+            write_jsonl(path, rows)
+        else:
+            pa.parquet.write_table(pa.Table.from_pylist(rows), path, compression="none")
+
+    def run(pattern: str) -> list[str]:
+        lines: list[str] = []
+        values: dict[str, Any] = {"engine": "fake", "progress": "none", "chunk_rows": 8, "max_tokens": 4}
+        spec = batchjob.JobSpec(input=(str(tmp_path / pattern),), output=str(tmp_path / "out"), **values)
+        assert batchjob.run(spec, echo=lines.append).job_complete
+        return lines
+
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in" / f"a.{ending}", 0)
+    write(tmp_path / "in" / f"b.{ending}", 100)
+    run("in")
+    before = rows_of(tmp_path / "out")
+    (tmp_path / "in").rename(tmp_path / "moved")
+    (tmp_path / "moved" / f"a.{ending}").rename(tmp_path / "moved" / f"z.{ending}")
+    (tmp_path / "link").symlink_to(tmp_path / "moved")
+    for pattern in ("moved", "link"):
+        part = sorted((tmp_path / "out" / "data").iterdir())[3]
+        part.unlink()
+        assert any("in place of" in line and "1 file more" in line for line in run(pattern))
+        assert rows_of(tmp_path / "out") == before
+    write(tmp_path / "moved" / f"z.{ending}", 500)  # of the same size
+    with pytest.raises(batchjob.errors.InputMissingError, match="by its new path"):
+        run("moved")
+
+
+def test_what_was_computed_from_a_changed_file_is_not_kept(
+    tmp_path: Path, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from batchjob.feeder import InlineFeeder
+    from batchjob.io import digests
+
+    monkeypatch.setattr("batchjob.feeder.Feeder", InlineFeeder)
+    monkeypatch.setattr(digests, "_MAX_HELD", 1000)  # rows go on before the end of their chunk is known
+    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"row {i:05d} {'x' * 300}"} for i in range(2000)])
+    values: dict[str, Any] = {"engine": "fake", "progress": "none", "chunk_rows": 1000, "max_tokens": 4, "limit": 1900}
+    spec = batchjob.JobSpec(input=(str(source),), output=str(tmp_path / "out"), max_num_seqs=1, **values)
+    old = source.read_text()
+    batchjob.run(spec, echo=lambda line: None)
+    (tmp_path / "out" / "data" / "part-00000000.parquet").unlink()
+    stat = source.stat()
+    source.write_text(old.replace("row 00500", "ROW 00500"))
+    os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    monkeypatch.setattr("batchjob.extend._changes", lambda *given: None)  # as if it changed a moment later
+    with pytest.raises(batchjob.errors.InputMissingError, match="rows 1 to 1,000"):
+        batchjob.run(spec, echo=lambda line: None)
+    assert not list((tmp_path / "out" / ".batchjob" / "wal").rglob("*.log"))
+    source.write_text(old)
+    result = batchjob.run(spec, echo=lambda line: None)
+    assert (result.job_complete, result.rows_reused) == (True, 900)
+    assert [row["prompt"] for row in rows_of(tmp_path / "out")] == [
+        json.loads(line)["prompt"] for line in old.splitlines()
+    ][:1900]
