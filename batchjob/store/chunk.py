@@ -22,7 +22,16 @@ from batchjob.store.counts import Counts
 from batchjob.store.fsops import storage_error, storage_errors
 from batchjob.store.reread import reread
 from batchjob.store.rows import MAX_SAMPLES, FinishedRows
-from batchjob.store.wal import ChunkLog, LogScan, encode_partial, encode_record, frame, parse_payloads
+from batchjob.store.wal import (
+    ChunkLog,
+    LogScan,
+    encode_partial,
+    encode_record,
+    frame,
+    is_foreign,
+    log_name,
+    parse_payloads,
+)
 
 _PARSE_ROWS = 2_000
 _MAX_INT32 = (1 << 31) - 1
@@ -32,7 +41,8 @@ class OpenChunk:
     """A chunk that this process works on. `Store.open_chunk` makes it; `commit` or `close` ends it.
 
     `finished` are the keys of finished rows, those of earlier attempts included; `counts` counts them; `num_replayed`
-    is how many came out of logs. There, `num_bad` damaged records were passed over, and `num_torn` that a kill cut off.
+    is how many came out of logs. There, `num_bad` damaged records were passed over, `num_torn` that a kill cut off, and
+    `num_foreign` logs of other jobs.
     """
 
     def __init__(
@@ -43,13 +53,15 @@ class OpenChunk:
         self.num_replayed = 0
         self.num_bad = 0
         self.num_torn = 0
+        self.num_foreign = 0
         self.closed = False
         self._context = context
         self._fs = context.fs
         self._on_commit = on_commit
         self._with_token_ids = context.manifest.output_token_ids
         self._wal = context.layout.chunk_wal(chunk.index)
-        self._log = ChunkLog(self._fs, self._wal, context.attempt, before_open=context.check_place)
+        name = log_name(context.attempt, context.manifest.job_id)
+        self._log = ChunkLog(self._fs, self._wal, name, before_open=context.check_place)
         self._log_number = -1  # of that log in `finished.logs`
         self.finished = FinishedRows(self._fs, chunk, context.manifest.num_samples, context.memory)
         self._partials: dict[tuple[int, int], tuple[int, array[int]]] = {}  # sample -> prompt tokens, output tokens
@@ -160,6 +172,9 @@ class OpenChunk:
         except FileNotFoundError:
             return
         for name in names:
+            if is_foreign(name, self._context.manifest.job_id):
+                self.num_foreign += 1
+                continue
             number = len(self.finished.logs)
             self.finished.logs.append(self._wal / name)
             try:

@@ -51,30 +51,25 @@ class StoreContext:
     memory: MemoryBudget = field(default_factory=MemoryBudget)
     patience: float = 60.0  # seconds
     schema: pa.Schema = field(init=False)  # of every part
-    _places: list[int] = field(init=False, default_factory=list)  # inodes that the state directory has had
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schema", self.manifest.arrow_schema)
-        try:
-            self._places.append(self.fs.stat(self.layout.state).st_ino)
-        except OSError:
-            return  # `check_place` looks again before anything is written
 
     def check_place(self) -> None:
-        """Raises StorageError unless the path still leads to the output that was opened. Whoever moved that away may
-        have begun another job under its name, and our rows must not get into it."""
-        with storage_errors("looking for", self.layout.state):
-            inode = self.fs.stat(self.layout.state).st_ino
-        if inode in self._places:
-            return
-        with storage_errors("reading", self.layout.manifest):
-            there = Manifest.from_bytes(self.fs.read_file(self.layout.manifest), source=str(self.layout.manifest))
+        """Raises StorageError unless the path still leads to the job that was opened, by the id in its manifest.
+
+        Whoever moved or deleted the output may have begun another job under its name. Nothing of ours can get into that
+        (see `anchors`), and nobody would find what we go on writing.
+        """
+        now = FsOps()  # looks where the path leads, not below what was opened
+        with storage_errors("looking for", self.layout.manifest):
+            there = Manifest.from_bytes(now.read_file(self.layout.manifest), source=str(self.layout.manifest))
         if there.job_id != self.manifest.job_id:
             raise StorageError(
-                f"{self.layout.root} was replaced by the output of another job during the run. Finished rows are where "
-                "the old directory is now: put it back and run the same command again."
+                f"{self.layout.root} was replaced by the output of another job during the run. Nothing was written to "
+                "it. If the old directory was moved, its finished rows are there: put it back and run the same command "
+                "again."
             )
-        self._places.append(inode)  # the same files, seen anew
 
     def read_part(self, chunk: Chunk) -> PartInfo:
         """The footer of a chunk's part, checked. Raises BadPartError, or OSError (FileNotFoundError: there is none)."""
@@ -113,8 +108,11 @@ class StoreContext:
         )
 
     def is_dead(self, attempt: str) -> bool:
-        """Whether an attempt is known to be over. False if that cannot be told from here."""
-        return is_alive(read_attempt(self.fs, self.layout.attempt(attempt))) is False
+        """Whether an attempt is known to be over, or none of this job. False if that cannot be told from here."""
+        record = read_attempt(self.fs, self.layout.attempt(attempt))
+        if record is not None and record.get("job", self.manifest.job_id) != self.manifest.job_id:
+            return True
+        return is_alive(record) is False
 
     def remove_wal(self, chunk_index: int) -> None:
         """Removes a chunk's logs, as far as that works: nothing needs them once the part is durable."""

@@ -9,17 +9,19 @@ from __future__ import annotations
 import errno
 import os
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from batchjob.errors import OutputCreateError, StorageError, UsageError
 from batchjob.plan import Plan
 from batchjob.store.attempts import attempt_record
 from batchjob.store.extension import load_plan
-from batchjob.store.fsops import FsOps, create_errors, storage_errors
+from batchjob.store.fsops import FsOps, create_errors, storage_error, storage_errors
 from batchjob.store.layout import Layout, chunk_of_part
 from batchjob.store.manifest import Manifest
 from batchjob.store.planfile import checksum, plan_to_bytes
 from batchjob.store.publish import probe
+from batchjob.store.reread import reread
 
 _UNFINISHED = ".batchjob.new-"
 
@@ -55,6 +57,38 @@ def sweep_unfinished(fs: FsOps, output: Path) -> None:
     for name in fs.listdir(output):
         if name.startswith(_UNFINISHED):
             fs.remove_tree(output / name)
+
+
+def anchor_output(fs: FsOps, output: Path) -> None:
+    """Holds the output's directories open; see `anchors`. OUT and OUT/data may be links that the user has made.
+
+    Raises OutputCreateError if the state directory is a link; what is not there is left to whoever reads it.
+    """
+    layout = Layout(output)
+    for path, follow in ((layout.root, True), (layout.state, False), (layout.data, True)):
+        try:
+            reread(partial(fs.anchor, path, follow=follow))
+        except FileNotFoundError:
+            continue
+        except NotADirectoryError:
+            if path == layout.state and os.path.islink(path):
+                raise OutputCreateError(
+                    f"{path} is a symbolic link, which batchjob does not follow: it would write and remove files where "
+                    "the link leads. Put the directory itself there, or choose another --output."
+                ) from None
+            continue
+        except OSError as error:
+            raise storage_error(error, "opening", path) from error
+
+
+def restore_directories(fs: FsOps, layout: Layout) -> None:
+    """Makes the directories that a job needs and that are gone: copies by way of an object store drop empty ones."""
+    for path in (layout.data, *layout.directories):
+        if not fs.exists(path):
+            fs.ensure_dir(path)
+        elif path != layout.data and fs.is_link(path):
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    fs.anchor(layout.data, follow=True)
 
 
 def load_output(fs: FsOps, output: Path) -> tuple[Manifest, Plan]:

@@ -13,10 +13,12 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
 
 from batchjob.errors import DiskFullError, FileServerError, OutputCreateError, StorageError
+from batchjob.store.anchors import Anchors, open_listed
 from batchjob.store.reread import reread
 
 _AT_FDCWD = -100
@@ -31,10 +33,26 @@ _NO_DIRECTORY_FSYNC = (errno.EINVAL, errno.ENOTSUP)
 class FsOps:
     """The real file system. Paths are absolute; files are created with O_EXCL only, never opened for truncation."""
 
+    @cached_property
+    def _anchors(self) -> Anchors:
+        return Anchors()
+
+    def anchor(self, path: Path, *, follow: bool = False) -> None:
+        """From now on, paths at or below this directory mean what is in it now, wherever it is moved; see `anchors`.
+
+        `follow`: the directory itself may be a symbolic link. Raises OSError.
+        """
+        self._anchors.add(path, follow=follow)
+
+    def release_anchors(self) -> None:
+        """Paths mean again what lies there at the moment."""
+        self._anchors.clear()
+
     def create(self, path: Path) -> int:
         """Creates a file for appending and returns its descriptor; FileExistsError if the name is taken."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        return os.open(path, flags, 0o666)
+        with self._anchors.parent_of(path) as (fd, name):
+            return os.open(name, flags, 0o666, dir_fd=fd)
 
     def write(self, fd: int, data: bytes | memoryview) -> int:
         return os.write(fd, data)
@@ -50,33 +68,41 @@ class FsOps:
 
     def link(self, source: Path, target: Path) -> None:
         """Gives a file a second name; FileExistsError if that is taken. Atomic."""
-        os.link(source, target)
+        with self._anchors.parent_of(source) as (from_fd, old), self._anchors.parent_of(target) as (to_fd, new):
+            os.link(old, new, src_dir_fd=from_fd, dst_dir_fd=to_fd)
 
     def rename(self, source: Path, target: Path) -> None:
         """Replaces a file that is there; a directory is replaced only if it is empty. Atomic."""
-        os.rename(source, target)
+        with self._anchors.parent_of(source) as (from_fd, old), self._anchors.parent_of(target) as (to_fd, new):
+            os.rename(old, new, src_dir_fd=from_fd, dst_dir_fd=to_fd)
 
     def rename_noreplace(self, source: Path, target: Path) -> None:
         """Renames, or raises FileExistsError; OSError(ENOSYS or EINVAL) where kernel or file system cannot."""
         call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
         if call is None:
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(target))
-        if call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE) != 0:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number), str(target))
+        with self._anchors.parent_of(source) as (from_fd, old), self._anchors.parent_of(target) as (to_fd, new):
+            here, there = (_AT_FDCWD if fd is None else fd for fd in (from_fd, to_fd))
+            if call(here, os.fsencode(old), there, os.fsencode(new), _RENAME_NOREPLACE) != 0:
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number), str(target))
 
     def unlink(self, path: Path) -> None:
-        os.unlink(path)
+        with self._anchors.parent_of(path) as (fd, name):
+            os.unlink(name, dir_fd=fd)
 
     def mkdir(self, path: Path) -> None:
-        os.mkdir(path)
+        with self._anchors.parent_of(path) as (fd, name):
+            os.mkdir(name, dir_fd=fd)
 
     def rmdir(self, path: Path) -> None:
-        os.rmdir(path)
+        with self._anchors.parent_of(path) as (fd, name):
+            os.rmdir(name, dir_fd=fd)
 
     def fsync_dir(self, path: Path) -> None:
         """Makes the names in a directory durable."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with self._anchors.parent_of(path) as (parent, name):
+            fd = open_listed(name, parent)
         try:
             os.fsync(fd)
         except OSError as error:
@@ -86,19 +112,28 @@ class FsOps:
             os.close(fd)
 
     def listdir(self, path: Path) -> list[str]:
-        return os.listdir(path)
+        with self._anchors.parent_of(path) as (parent, name):
+            fd = open_listed(name, parent)
+        try:
+            return os.listdir(fd)
+        finally:
+            os.close(fd)
 
     def stat(self, path: Path) -> os.stat_result:
-        return os.stat(path)
+        """Of a link below an anchor itself, elsewhere of what it leads to."""
+        with self._anchors.parent_of(path) as (fd, name):
+            return os.stat(name, dir_fd=fd, follow_symlinks=fd is None)
 
     def access(self, path: Path) -> bool:
         """Whether this process may write into a directory."""
-        return os.access(path, os.W_OK | os.X_OK)
+        with self._anchors.parent_of(path) as (fd, name):
+            return os.access(name, os.W_OK | os.X_OK, dir_fd=fd)
 
     def open_read(self, path: Path) -> BinaryIO:
         """Opens a regular file. A symbolic link is refused (ELOOP): what lies there is ours or nothing. So is a pipe or
         a device (EINVAL), which one could wait on for ever."""
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with self._anchors.parent_of(path) as (parent, name):
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=parent)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
@@ -141,6 +176,10 @@ class FsOps:
             return False
         return True
 
+    def is_link(self, path: Path) -> bool:
+        with self._anchors.parent_of(path) as (fd, name):
+            return stat.S_ISLNK(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode)
+
     def ensure_dir(self, path: Path) -> None:
         """Makes one directory, if it is not there, and its name durable (whoever made it may have died before that)."""
         try:
@@ -158,8 +197,13 @@ class FsOps:
             self.ensure_dir(path)
 
     def remove_tree(self, path: Path) -> None:
-        """Removes a directory with what is in it; what another process removes meanwhile is no error."""
+        """Removes a directory with what is in it, or whatever else has that name: of a link the link itself.
+
+        What another process removes meanwhile is no error.
+        """
         try:
+            if path != path.parent and self.is_link(path):
+                raise NotADirectoryError
             names = self.listdir(path)
         except FileNotFoundError:
             return
@@ -280,6 +324,8 @@ def create_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE):
             raise storage_error(error, "setting up", path) from error
+        if error.errno == errno.ELOOP:
+            raise storage_error(error, "using", Path(error.filename or path)) from error
         raise OutputCreateError(
             f"the output directory {path} cannot be set up ({error.strerror or error}"
             f"{f': {error.filename}' if error.filename else ''}). Check its permissions or choose another --output."

@@ -137,7 +137,9 @@ class Lease:
             lease = json.loads(self._fs.read_file(path))
         except (FileNotFoundError, ValueError):
             return None
-        attempt = lease.get("attempt") if isinstance(lease, dict) else None
+        job_id = self._context.manifest.job_id
+        ours = isinstance(lease, dict) and lease.get("job", job_id) == job_id
+        attempt = lease.get("attempt") if ours else None
         return attempt if isinstance(attempt, str) and "/" not in attempt else None
 
     def _take(self) -> None:
@@ -146,7 +148,8 @@ class Lease:
             for path, _ in self._overlapping():
                 if path != self._path:
                     self._fs.unlink_if_there(path)
-            data = json.dumps({"attempt": self._context.attempt}).encode() + b"\n"
+            lease = {"attempt": self._context.attempt, "job": self._context.manifest.job_id}
+            data = json.dumps(lease).encode() + b"\n"
             self._fs.replace_file(self._path, data, via=tmp)
         self._held = True
 

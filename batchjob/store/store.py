@@ -27,7 +27,15 @@ from batchjob.store.claims import ChunkClaims, claim_name
 from batchjob.store.commit import Committed, commit_chunk
 from batchjob.store.context import DEFAULT_MEMORY_LIMIT, MemoryBudget, StoreContext
 from batchjob.store.counts import Counts
-from batchjob.store.creation import create_output, exists, load_output, refuse_foreign_state, sweep_unfinished
+from batchjob.store.creation import (
+    anchor_output,
+    create_output,
+    exists,
+    load_output,
+    refuse_foreign_state,
+    restore_directories,
+    sweep_unfinished,
+)
 from batchjob.store.extension import publish_extension
 from batchjob.store.fsops import FsOps, create_errors, storage_error, storage_errors
 from batchjob.store.layout import Layout
@@ -67,6 +75,7 @@ class Store:
         self._started = False
         self._begun = now_text()
         self._noting = threading.Lock()
+        self._closed = False
         self.attempt_info: Mapping[str, Any] = {}  # what is noted about this attempt
 
     # -- opening
@@ -88,6 +97,7 @@ class Store:
         """
         fs, output, attempt = fs or FsOps(), Path(output).absolute(), new_attempt_id()
         create_output(fs, output, manifest, plan, attempt)
+        anchor_output(fs, output)
         refuse_foreign_state(fs, output)
         return cls(output, *load_output(fs, output), attempt=attempt, fs=fs, memory_limit=memory_limit)
 
@@ -96,6 +106,7 @@ class Store:
         """Opens an output directory without writing anything. Raises UsageError if it is none, StorageError if it is
         damaged, ConfigMismatchError if a newer version wrote it."""
         fs, output = fs or FsOps(), Path(output).absolute()
+        anchor_output(fs, output)
         refuse_foreign_state(fs, output)
         return cls(output, *load_output(fs, output), attempt=new_attempt_id(), fs=fs, memory_limit=memory_limit)
 
@@ -113,7 +124,9 @@ class Store:
         `info` is free: scheduler ids, versions, settings that may change between runs. Raises OutputCreateError if the
         output cannot be written to, StorageError.
         """
+        self._context.check_place()
         with create_errors(self.output):
+            restore_directories(self._fs, self._layout)
             if not self._fs.access(self._layout.data):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self._layout.data))
             self._note(info)
@@ -136,8 +149,10 @@ class Store:
     def _note(self, info: Mapping[str, Any]) -> None:
         via = self._layout.tmp / f"attempt.{self.attempt}"
         with self._noting:
+            if self._closed:
+                return  # a thread that comes late
             self.attempt_info = {**self.attempt_info, **info}
-            record = attempt_record(self.attempt_info, self._begun)
+            record = attempt_record({"job": self.manifest.job_id, **self.attempt_info}, self._begun)
             try:
                 self._fs.replace_file(self._layout.attempt(self.attempt), record, via=via)
             except OSError:
@@ -234,6 +249,8 @@ class Store:
             raise ValueError("start_attempt comes before open_chunk")
         with storage_errors("reading", self._layout.chunk_wal(index)):
             chunk = OpenChunk(self._context, self._catalog.chunk(index), on_commit=self._on_commit)
+        if chunk.num_foreign:
+            self.warnings.append(f"{chunk.num_foreign} logs of chunk {index} are of another job and were passed over.")
         if chunk.num_bad:
             self.warnings.append(
                 f"{chunk.num_bad} damaged records in the logs of chunk {index} were passed over; their rows are "
@@ -294,6 +311,9 @@ class Store:
                 if not chunk.closed:
                     chunk.close()
             self._open = []
+            with self._noting:
+                self._closed = True
+                self._fs.release_anchors()
 
     # -- cleaning up
 

@@ -7,6 +7,7 @@ what was generated, never what the input already has. A reader that meets a bad 
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from json.encoder import encode_basestring
@@ -18,6 +19,7 @@ from batchjob.store.fsops import FsOps
 
 HEADER_LEN = 9  # checksum and space
 _BLOCK_BYTES = 1 << 20
+_LOG_JOB = re.compile(r"\.job-([0-9a-f]+)\.")
 
 
 def encode_record(
@@ -57,6 +59,17 @@ def encode_partial(row_index: int, sample_index: int, num_prompt_tokens: int, to
 def frame(payload: bytes) -> bytes:
     """The record around a payload."""
     return b"%08x %b\n" % (zlib.crc32(payload), payload)
+
+
+def log_name(attempt: str, job_id: str) -> str:
+    """The name of an attempt's log of a chunk, without its ending: whose it is, and of which job."""
+    return f"{attempt}.job-{job_id}"
+
+
+def is_foreign(name: str, job_id: str) -> bool:
+    """Whether a log's name says that it is another job's. Earlier versions did not name the job."""
+    found = _LOG_JOB.search(name)
+    return found is not None and found[1] != job_id
 
 
 def unframe(record: bytes) -> bytes | None:
@@ -136,13 +149,14 @@ class ChunkLog:
     """
 
     def __init__(
-        self, fs: FsOps, directory: Path, attempt: str, *, before_open: Callable[[], None] = lambda: None
+        self, fs: FsOps, directory: Path, name: str, *, before_open: Callable[[], None] = lambda: None
     ) -> None:
+        """`name` begins the names of its files: see `log_name`."""
         self._fs = fs
         self._before_open = before_open
         self._write = fs.write
         self._directory = directory
-        self._attempt = attempt
+        self._name = name
         self._num_files = 0
         self._fd = -1
         self.path: Path | None = None
@@ -163,7 +177,7 @@ class ChunkLog:
         return offset
 
     def _open(self) -> None:
-        name = f"{self._attempt}{f'.{self._num_files}' if self._num_files else ''}.log"
+        name = f"{self._name}{f'.{self._num_files}' if self._num_files else ''}.log"
         path = self._directory / name
         self._num_files += 1
         self._before_open()

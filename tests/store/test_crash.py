@@ -16,6 +16,7 @@ import pytest
 from batchjob.errors import BatchJobError
 from batchjob.store import Store
 from batchjob.store.layout import Layout
+from batchjob.store.wal import log_name
 
 ROWS, CHUNK_ROWS = 5, 3
 METHODS = ("link", "rename_noreplace", "claim")
@@ -198,4 +199,4 @@ def test_a_torn_last_record_costs_that_row_only(kit: Any, tmp_path: Path) -> Non
             third.start_attempt({})
             assert set(third.open_chunk(0).finished) == {(0, 0), (1, 0), (3, 0)}
             assert log.read_bytes() == whole[:cut] + tail, "nothing is appended to another attempt's log"
-            (Layout(source).chunk_wal(0) / f"{second.attempt}.log").unlink()
+            (Layout(source).chunk_wal(0) / f"{log_name(second.attempt, second.manifest.job_id)}.log").unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import subprocess
@@ -28,6 +29,12 @@ from batchjob.store.attempts import attempt_record
 from batchjob.store.commit import PartTables
 from batchjob.store.layout import Layout
 from batchjob.store.parts import BadPartError
+from batchjob.store.wal import log_name
+
+
+def log_of(store: Store) -> str:
+    """The name of a store's logs, without number and ending."""
+    return log_name(store.attempt, store.manifest.job_id)
 
 
 def started(kit: Any, output: Path, plan: Any, *, num_samples: int = 1, **options: Any) -> Store:
@@ -658,10 +665,10 @@ def test_after_a_failed_write_the_log_is_left_and_all_is_written_anew(kit: Any, 
     fs.at = fs.count
     chunk.add(kit.completion(1))
     names = sorted(os.listdir(Layout(output).chunk_wal(0)))
-    assert names == [f"{store.attempt}.1.log", f"{store.attempt}.log"]
+    assert names == [f"{log_of(store)}.1.log", f"{log_of(store)}.log"]
     # Row 0 was not synced in the file that failed, so the next flush must bring it into the new one.
     store.flush()
-    (Layout(output).chunk_wal(0) / f"{store.attempt}.log").unlink()
+    (Layout(output).chunk_wal(0) / f"{log_of(store)}.log").unlink()
     assert set(started(kit, output, plan).open_chunk(0).finished) == {(0, 0), (1, 0)}
 
 
@@ -674,7 +681,7 @@ def test_a_failed_fsync_is_not_asked_again(kit: Any, output: Path, memory_limit:
     for row in range(2):
         chunk.add(kit.completion(row))
     store.flush()
-    (Layout(output).chunk_wal(0) / f"{store.attempt}.log").unlink()  # what was in it is unknown
+    (Layout(output).chunk_wal(0) / f"{log_of(store)}.log").unlink()  # what was in it is unknown
     chunk.add(kit.completion(2))
     assert chunk.commit(kit.carried(chunk.chunk)).won
     kit.check_output(output, plan)
@@ -745,6 +752,7 @@ def test_an_output_that_is_moved_away_is_not_made_again(kit: Any, output: Path) 
 
 def test_descriptors_and_memory_are_given_back(kit: Any, output: Path) -> None:
     plan = kit.make_plan(60, 3)
+    gc.collect()  # stores of other tests that were not closed
     before = len(os.listdir("/proc/self/fd"))
     store = kit.Job().run(output, plan)
     assert len(os.listdir("/proc/self/fd")) == before

@@ -1,5 +1,5 @@
 """Loaded by every Python process of a program under test, whatever starts it: makes the fake engine slow (FAULTS_STEP,
-seconds), gives the attempt a known name (FAULTS_ATTEMPT), so that strace can be told its files beforehand, and makes
+seconds), gives attempt and job known names (FAULTS_ATTEMPT), so that strace can be told its files beforehand, and makes
 the tokeniser's process come down at words (FAULTS_TOKENIZER)."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from importlib.abc import MetaPathFinder
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 
@@ -24,6 +24,11 @@ def _slow_engine(module: ModuleType) -> None:
 def _known_attempt(module: ModuleType) -> None:
     if name := os.environ.get("FAULTS_ATTEMPT"):
         module.new_attempt_id = lambda: name
+
+
+def _known_job(module: ModuleType) -> None:
+    if "FAULTS_ATTEMPT" in os.environ:
+        module.uuid = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex="0" * 32))
 
 
 class PanicException(BaseException):
@@ -69,6 +74,7 @@ def _deadly_words(module: ModuleType) -> None:
 _PATCHES = {
     "batchjob.engine.fake": _slow_engine,
     "batchjob.store.attempts": _known_attempt,
+    "batchjob.store.manifest": _known_job,
     "batchjob.tokenizer": _deadly_words,
 }
 
