@@ -46,12 +46,14 @@ ARROWS: dict[str, set[str]] = {
     "tokenizer": PLAIN | {"models"},
     "prompts": PLAIN | {"tokenizer"},
     "feeder": PLAIN | {"io", "prompts", "tokenizer"},
-    **dict.fromkeys(JOB, PLAIN | ROOMS | JOB | {"devices"}),
+    **dict.fromkeys(JOB, PLAIN | ROOMS | JOB | {"devices", "notes"}),
     "cli": PLAIN | ROOMS | JOB | {"bench", "supervisor"},
     "bench": PLAIN | ROOMS | JOB,
-    "supervisor": PLAIN | {"devices", "progress", "signals", "slurm", "stopping", "summary", "timelimit", "watch"},
+    "supervisor": PLAIN
+    | {"devices", "notes", "progress", "signals", "slurm", "stopping", "summary", "timelimit", "watch"},
     "worker": PLAIN | JOB | {"supervisor", "orphan"},
     "orphan": set(),
+    "notes": set(),
 }
 
 # Third-party package -> who may import it. Files are given as paths under batchjob/ without the ending.

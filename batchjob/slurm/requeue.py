@@ -10,11 +10,12 @@ comes with `scancel`, when somebody wants an end, and with a preemption, after w
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from batchjob.notes import read_note, write_note
 from batchjob.slurm.task import SlurmTask
 from batchjob.slurm.tools import SlurmToolError
 
@@ -66,15 +67,10 @@ def _count_fruitless(path: Path, made_progress: bool) -> int:
     not worth an fsync, and a directory that cannot be written to is no reason to end a job.
     """
     try:
-        count = int(path.read_text())
+        count = int(read_note(path))
     except (OSError, ValueError):
         count = 0
     count = 0 if made_progress else count + 1
-    new = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(exist_ok=True)
-        new.write_text(str(count))
-        new.replace(path)
-    except OSError:
-        pass
+    with suppress(OSError):
+        write_note(path, str(count))
     return count

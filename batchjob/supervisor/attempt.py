@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 
+from batchjob.notes import write_note
 from batchjob.signals import StopSignals
 from batchjob.spec import JobSpec
 from batchjob.supervisor.journal import Journal, Listener
@@ -208,7 +209,7 @@ class Attempt:
         if journal.attempt is not None and journal.directory is not None:
             path = journal.directory / f"{journal.attempt}.stacks"
             try:
-                path.write_text(f"{stacks}\n")
+                write_note(path, f"{stacks}\n")
                 where = f" (kept in {path})"
             except OSError as error:
                 where = f" (not kept: {error})"

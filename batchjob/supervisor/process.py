@@ -8,7 +8,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 
@@ -40,7 +39,8 @@ class WorkerProcess:
         """`environ` are variables on top of those of this process."""
         self._report_fd, report_end = os.pipe()
         os.set_blocking(self._report_fd, False)
-        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
+        # In memory: there may be no place for temporary files, and no disk is to be waited for when a process hangs.
+        self._stacks = os.fdopen(os.memfd_create("batchjob-stacks"), "w+b")
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         try:
             self._process = subprocess.Popen(
