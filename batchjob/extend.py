@@ -111,9 +111,12 @@ def _follow(plan: Plan, found: Sequence[FoundFile], echo: Echo) -> Plan:
 def _moved(plan: Plan, index: int, path: str, known: dict[tuple[str, str], str]) -> InputFile | None:
     """The planned file at another path of its size, if that holds the same bytes. `known` keeps digests of paths."""
     from batchjob.io.inputs import digest
+    from batchjob.io.names import partition_values
     from batchjob.io.reader import InputReader
 
     file = plan.files[index]
+    if partition_values(path) != partition_values(file.path):
+        return None  # folders such as lang=de are part of the rows
     moved = replace(file, path=path)
     if os.path.exists(file.path) and os.path.samefile(file.path, path):
         return moved  # whether it has changed is looked at like for any other

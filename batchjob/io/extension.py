@@ -11,8 +11,10 @@ from dataclasses import replace
 import pyarrow as pa
 
 from batchjob.errors import InputDataError
+from batchjob.io.columns import is_of_folders, look
 from batchjob.io.formats import FoundFile
 from batchjob.io.planner import PlanResult, plan_files
+from batchjob.io.unify import is_certain, join
 from batchjob.plan import Chunk, Plan
 from batchjob.spec import JobSpec
 
@@ -23,7 +25,7 @@ def plan_extension(spec: JobSpec, plan: Plan, new: Sequence[FoundFile], *, num_w
     Deterministic like `make_plan`. Raises InputMissingError and InputDataError; the latter also where a carried column
     has another type than in the job.
     """
-    found = plan_files(replace(spec, keep_columns="all", limit=None), new, num_workers_hint=num_workers_hint)
+    found = plan_files(replace(spec, limit=None), new, num_workers_hint=num_workers_hint, carried=plan.columns)
     names = ", ".join(file.path for file in found.plan.files[:3]) + (" ..." if len(found.plan.files) > 3 else "")
     _check_columns(plan, found, names)
     num_files, num_chunks, num_rows = len(plan.files), len(plan.chunks), plan.num_rows
@@ -50,12 +52,17 @@ def _check_columns(plan: Plan, found: PlanResult, names: str) -> None:
         if field.name not in found.columns or field.name in found.null_columns or kind == "json":
             continue
         new_kind, new_type = found.columns[field.name], have.field(field.name).type
-        if new_kind != kind or (new_type != field.type and not pa.types.is_null(new_type)):
+        if is_of_folders(field) and is_of_folders(have.field(field.name)) and pa.types.is_string(field.type):
+            continue  # a folder's value is text first
+        if new_kind != kind or join(field.type, new_type) != field.type:
             new_name = "of mixed or nested type" if new_kind == "json" else str(new_type)
             raise InputDataError(
                 f"column {field.name!r} is {field.type} in this job but {new_name} in the new files ({names}). Convert "
                 "it there, or run a new job with another --output."
             )
+        if kind == "parquet" and not is_certain(new_type, field.type):
+            for file in found.plan.files:
+                look(file.path, field.name, field.type, "run a new job with another --output")
 
 
 def _schema(plan: Plan) -> pa.Schema:

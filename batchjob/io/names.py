@@ -53,8 +53,12 @@ def _folder_values(folder: str) -> tuple[tuple[str, str | None], ...]:
         if not equals or not key:
             break
         # An inner folder counts more than an outer one of the same key.
-        found.setdefault(unquote(key), None if value == _NULL else unquote(value))
+        found.setdefault(_text(key), None if value == _NULL else _text(value))
     return tuple(reversed(found.items()))
+
+
+def _text(part: str) -> str:
+    return os.fsencode(unquote(part)).decode("utf-8", "replace")
 
 
 def partition_kinds(paths: Iterable[str]) -> Mapping[str, str]:
@@ -65,7 +69,10 @@ def partition_kinds(paths: Iterable[str]) -> Mapping[str, str]:
     kinds: dict[str, str] = {}
     for values in dict.fromkeys(_folder_values(os.path.dirname(path)) for path in paths):
         for key, value in values:
-            is_number = value is None or (_WHOLE_NUMBER.fullmatch(value) and -(1 << 63) <= int(value) < 1 << 63)
-            if kinds.get(key) != "string":
-                kinds[key] = "int64" if is_number else "string"
-    return kinds
+            if value is None:
+                kinds.setdefault(key, "")
+            elif _WHOLE_NUMBER.fullmatch(value) is None or not -(1 << 63) <= int(value) < 1 << 63:
+                kinds[key] = "string"
+            elif kinds.get(key) != "string":
+                kinds[key] = "int64"
+    return {key: kind or "string" for key, kind in kinds.items()}

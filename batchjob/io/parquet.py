@@ -16,7 +16,6 @@ _BATCH_BYTES = 8 << 20  # decoded bytes aimed at per batch
 _WORST_BATCH_BYTES = 256 << 20  # and never exceeded, but by a single row
 _MAX_THRIFT_STRING = 100 << 20  # bytes of one text in a footer
 _MAX_THRIFT_ITEMS = 1_000_000  # of one list in a footer: row groups, columns, pairs of metadata
-_FOREIGN_METADATA = (b"pandas", b"huggingface", b"ARROW:schema")  # describe exactly the old set of columns
 
 
 def open_parquet(path: str) -> pq.ParquetFile:
@@ -35,34 +34,6 @@ def open_parquet(path: str) -> pq.ParquetFile:
         return file
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise InputDataError(f"{path} cannot be read as Parquet: {error}") from error
-
-
-def unify_schemas(schemas: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
-    """One schema for all files: columns by name in order of first appearance, missing ones filled with nulls.
-
-    A column whose type differs between files is refused (a column of type null fits any). File metadata is kept where
-    all files agree, but for pandas' and datasets' own, which describe the old set of columns.
-    """
-    fields: dict[str, tuple[str, pa.Field]] = {}
-    for path, schema in schemas:
-        if len(set(schema.names)) != len(schema.names):
-            raise InputDataError(f"{path} has two columns of one name; rename one")
-        for field in schema:
-            known = fields.get(field.name)
-            if known is None or pa.types.is_null(known[1].type):
-                fields[field.name] = (path, field.with_nullable(True))
-            elif field.type != known[1].type and not pa.types.is_null(field.type):
-                raise InputDataError(
-                    f"column {field.name!r} is {known[1].type} in {known[0]} but {field.type} in {path}; "
-                    "cast one of them, run a job for each, or leave the column out with --keep-columns"
-                )
-    first = dict(schemas[0][1].metadata or {})
-    metadata = {
-        key: value
-        for key, value in first.items()
-        if key not in _FOREIGN_METADATA and all((schema.metadata or {}).get(key) == value for _, schema in schemas)
-    }
-    return pa.schema([field for _, field in fields.values()], metadata=metadata or None)
 
 
 def iter_batches(path: str, first_row: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
 
 from batchjob.errors import InputDataError, InputMissingError
 from batchjob.io import jsonl, parquet
+from batchjob.io.columns import FOLDER_MARK, column_names, unify_schemas
 from batchjob.io.digests import MASK, row_digest
 from batchjob.io.footers import check_footers
 from batchjob.io.formats import FoundFile
 from batchjob.io.inputs import digest, find_inputs
+from batchjob.io.names import partition_kinds
 from batchjob.io.streams import iter_lines
 from batchjob.io.walk import check_regular
 from batchjob.plan import Chunk, InputFile, Plan, Segment
@@ -48,7 +50,7 @@ class _Scan:
 
     files: list[InputFile]
     columns: dict[str, str]
-    schema: pa.Schema
+    schemas: list[tuple[str, pa.Schema]]  # of Parquet files, by path
     index: _Index | None
     warnings: list[str]
     num_bad_rows: int = 0
@@ -107,9 +109,15 @@ def make_plan(spec: JobSpec, *, num_workers_hint: int = 1) -> PlanResult:
 
 
 def plan_files(
-    spec: JobSpec, found: Sequence[FoundFile], *, num_workers_hint: int = 1, warnings: Sequence[str] = ()
+    spec: JobSpec,
+    found: Sequence[FoundFile],
+    *,
+    num_workers_hint: int = 1,
+    warnings: Sequence[str] = (),
+    carried: Collection[str] | None = None,
 ) -> PlanResult:
-    """`make_plan` for files that have been found already, all of one format."""
+    """`make_plan` for files that have been found already, all of one format. `carried`: the columns of a job that is
+    there, in place of `keep_columns`."""
     samples = spec.n or 1
     if found[0].format == "parquet":
         scan = _scan_parquet(found, spec.limit)
@@ -120,8 +128,11 @@ def plan_files(
     size = spec.chunk_rows or chunk_size(num_rows, num_workers=num_workers_hint, samples=samples)
     if scan.index is not None:
         size = _align(size, scan.index.step, num_rows)
-    kept = kept_columns(spec.keep_columns, scan.columns, num_rows=num_rows)
-    schema = pa.schema([scan.schema.field(name) for name in kept], metadata=scan.schema.metadata)
+    if carried is None:
+        kept = kept_columns(spec.keep_columns, scan.columns, num_rows=num_rows)
+    else:
+        kept = [name for name in scan.columns if name in carried]
+    schema = unify_schemas(scan.schemas, kept) if scan.schemas else _jsonl_schema(scan, kept)
     plan = Plan(
         files=tuple(scan.files),
         chunks=tuple(_cut(scan.files, size, scan.index)),
@@ -222,13 +233,12 @@ def _scan_parquet(found: Sequence[FoundFile], limit: int | None) -> _Scan:
         file.close()
         hashed += before.st_size
         files.append(_stamp(item, before, count, "full" if hashed <= _MAX_HASHED else "samples"))
-    schema = parquet.unify_schemas(schemas)
-    return _Scan(files, dict.fromkeys(schema.names, "parquet"), schema, None, warnings)
+    return _Scan(files, dict.fromkeys(column_names(schemas), "parquet"), schemas, None, warnings)
 
 
 def _scan_jsonl(found: Sequence[FoundFile], limit: int | None, index: _Index, max_row_bytes: int) -> _Scan:
     types = jsonl.ColumnTypes()
-    scan = _Scan([], {}, pa.schema([]), index, [])
+    scan = _Scan([], {}, [], index, [])
     empty: list[str] = []
     total = digests = 0
     next_point = 0
@@ -280,10 +290,27 @@ def _scan_jsonl(found: Sequence[FoundFile], limit: int | None, index: _Index, ma
     if empty and len(found) > 1:
         number = f"{len(empty):,} input files hold" if len(empty) > 1 else "1 input file holds"
         scan.warnings.append(f"{number} no rows: {empty[0]}" + " ..." * (len(empty) > 1))
+    if len(types):
+        _add_folders(types, scan.files)
     scan.columns = types.kinds()
     scan.null_columns = types.only_null()
-    scan.schema = pa.schema([pa.field(name, _ARROW[kind]) for name, kind in scan.columns.items()])
     return scan
+
+
+def _add_folders(types: jsonl.ColumnTypes, files: Sequence[InputFile]) -> None:
+    """The columns that folders give. One that rows have too keeps its type if that can hold what the folders say."""
+    kinds, empty = types.kinds(), types.only_null()
+    for name, kind in partition_kinds(file.path for file in files).items():
+        known = None if name in empty else kinds.get(name)
+        if known is None or known not in (kind, "string"):
+            types.add({name: 0 if kind == "int64" else ""})
+
+
+def _jsonl_schema(scan: _Scan, kept: Sequence[str]) -> pa.Schema:
+    folders = partition_kinds(file.path for file in scan.files)
+    return pa.schema(
+        [pa.field(name, _ARROW[scan.columns[name]], metadata=FOLDER_MARK if name in folders else None) for name in kept]
+    )
 
 
 def _refuse_json_document(path: str, first_line: bytes) -> None:

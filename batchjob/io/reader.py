@@ -6,17 +6,18 @@ Parquet row group again. Memory is bounded by a block of a file and one chunk's 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from batchjob.errors import InputDataError, InputMissingError
 from batchjob.io import jsonl, parquet
+from batchjob.io.columns import carried_batch, is_of_folders
 from batchjob.io.digests import same_lines
 from batchjob.io.inputs import check_size, check_unchanged
+from batchjob.io.names import partition_values
 from batchjob.io.positions import BatchPosition, Line, LinePosition
-from batchjob.io.unify import conform, join
 from batchjob.plan import Chunk, InputFile, Plan, Segment
 from batchjob.records import Record, RowError
 
@@ -37,6 +38,7 @@ class InputReader:
         self._files = plan.files
         self._kinds = dict(plan.columns)
         self._schema = pa.ipc.read_schema(pa.py_buffer(plan.arrow_schema))
+        self._folder_fields = [field for field in self._schema if is_of_folders(field)]
         self._max_row_bytes = max_row_bytes
         self._positions: dict[tuple[int, tuple[str, ...] | None, int], LinePosition | BatchPosition] = {}
         self._next_key = 0
@@ -155,6 +157,7 @@ class InputReader:
     ) -> Iterator[Record]:
         last = row_index + segment.num_rows
         parse = jsonl.parse_row
+        folders = partition_values(file.path)
         for _, line, raw in self._lines(file, segment):
             if row_index not in skip:
                 row, error = (None, raw) if isinstance(raw, RowError) else parse(raw)
@@ -163,7 +166,9 @@ class InputReader:
                     error = RowError(error.type, f"{where}: {error.message}")
                 if row is None:
                     row = {}
-                elif columns is not None:
+                elif folders:
+                    row |= {name: value for name, value in folders.items() if row.get(name) is None}
+                if row and columns is not None:
                     row = {name: row[name] for name in columns if name in row}
                 yield Record(row_index, row, where, error)
             row_index += 1
@@ -172,12 +177,14 @@ class InputReader:
 
     def _jsonl_carried(self, file: InputFile, segment: Segment) -> pa.Table:
         lines = self._lines(file, segment)
+        folders = partition_values(file.path)
+        folders = {field.name: folders[field.name] for field in self._folder_fields if field.name in folders}
         batches = []
         for piece in _pieces(lines):
-            batches.append(self._carried_batch(file, piece))
+            batches.append(self._carried_batch(file, piece, folders))
         return pa.Table.from_batches(batches, schema=batches[0].schema if batches else self._schema)
 
-    def _carried_batch(self, file: InputFile, lines: list[Line]) -> pa.RecordBatch:
+    def _carried_batch(self, file: InputFile, lines: list[Line], folders: Mapping[str, str | None]) -> pa.RecordBatch:
         typed = [name for name, kind in self._kinds.items() if kind != "json"]
         as_json = [name for name, kind in self._kinds.items() if kind == "json"]
         values: dict[str, list[Any]] = {name: [] for name in self._kinds}
@@ -197,6 +204,9 @@ class InputReader:
                     texts = {name: jsonl.json_text(row.get(name)) for name in as_json}
                 for name in as_json:
                     values[name].append(texts.get(name))
+            for name, text in folders.items():
+                if values[name][-1] is None and text is not None:
+                    values[name][-1] = _typed(self._kinds[name], text)
         try:
             arrays = [pa.array(values[field.name], field.type) for field in self._schema]
         except (pa.ArrowException, OverflowError) as error:
@@ -217,11 +227,18 @@ class InputReader:
     ) -> Iterator[Record]:
         last = row_index + segment.num_rows
         row = segment.first_row
+        folders = partition_values(file.path)
+        if columns is not None:
+            folders = {name: value for name, value in folders.items() if name in columns}
         if columns is None:
             columns = parquet.open_parquet(file.path).schema_arrow.names
         for batch in self._batches(file, segment, columns):
-            names = batch.schema.names
+            names = list(batch.schema.names)
             data = [parquet.column_values(batch, name) for name in names]
+            for name in folders:
+                if name not in names:
+                    names.append(name)
+                    data.append([folders[name]] * batch.num_rows)
             rows: Iterator[tuple[Any, ...]] = zip(*data, strict=True) if data else iter([()] * batch.num_rows)
             for values in rows:
                 row += 1
@@ -239,7 +256,10 @@ class InputReader:
     def _parquet_carried(self, file: InputFile, segment: Segment) -> pa.Table:
         batches = []
         size = 0
-        for batch in self._batches(file, segment, self._schema.names):
+        for found in self._batches(file, segment, self._schema.names):
+            batch = carried_batch(file.path, found, self._schema)
+            if batch is None:
+                raise _changed(file)
             batches.append(batch)
             size += batch.nbytes
             if size > _MAX_CARRIED_BYTES:
@@ -248,30 +268,12 @@ class InputReader:
                     f"{_MAX_CARRIED_BYTES >> 20:,} MiB; leave large ones out with --keep-columns, or use a smaller "
                     "--chunk-rows"
                 )
-        count = sum(batch.num_rows for batch in batches)
-        columns = []
-        for field in self._schema:
-            if batches and field.name in batches[0].schema.names:
-                column = pa.chunked_array([batch.column(field.name) for batch in batches])
-                if column.type != field.type:
-                    column = _conformed(file, field, column)
-            else:
-                column = pa.chunked_array([pa.nulls(count, field.type)])
-            columns.append(column)
-        return pa.table(columns, schema=self._schema)
+        return pa.Table.from_batches(batches, schema=self._schema)
 
 
-def _conformed(file: InputFile, field: pa.Field, column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """The column in the type of the job, which the plan found to hold it."""
-    if join(column.type, field.type) is None:
-        raise _changed(file)
-    try:
-        return pa.chunked_array([conform(chunk, field.type) for chunk in column.chunks], field.type)
-    except pa.ArrowException as error:
-        raise InputDataError(
-            f"{file.path}: column {field.name!r} has a value that does not fit the job's type {field.type}: {error}. "
-            "Leave the column out with --keep-columns in a new output, or convert it"
-        ) from error
+def _typed(kind: str, text: str) -> Any:
+    """A value of a folder's name in a JSONL column of this kind."""
+    return int(text) if kind == "int64" else jsonl.json_text(text) if kind == "json" else text
 
 
 def _pieces(lines: Iterator[Line]) -> Iterator[list[Line]]:

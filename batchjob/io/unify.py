@@ -87,6 +87,8 @@ def _nested(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
             return None
         return pa.large_list(value) if t.is_large_list(a) or t.is_large_list(b) else pa.list_(value)
     if t.is_map(a) and t.is_map(b):
+        if any(t.is_nested(kind.item_type) or t.is_dictionary(kind.item_type) for kind in (a, b)):
+            return None
         key, item = join(a.key_type, b.key_type), join(a.item_type, b.item_type)
         return None if key is None or item is None else pa.map_(key, item)
     return None
@@ -144,9 +146,15 @@ def _conform_list(array: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def is_certain(have: pa.DataType, kind: pa.DataType) -> bool:
-    """Whether every value of the type `have` fits `kind`; otherwise the values must be looked at."""
-    if t.is_nested(have) or t.is_dictionary(have):
-        return bool(have == kind)
-    if (t.is_timestamp(have) or t.is_duration(have)) and have != kind:
-        return False
-    return not (have == pa.uint64() and kind == pa.int64())
+    """Whether every value of the type `have` fits `kind`, which `join` gave; otherwise the values must be looked at."""
+    if have == kind or t.is_null(have):
+        return True
+    if t.is_dictionary(have):
+        return is_certain(have.value_type, kind)
+    if t.is_struct(have):
+        return all(is_certain(field.type, kind.field(field.name).type) for field in have)
+    if t.is_map(have):
+        return is_certain(have.key_type, kind.key_type) and is_certain(have.item_type, kind.item_type)
+    if _is_list(have):
+        return is_certain(have.value_type, kind.value_type)
+    return not (t.is_timestamp(have) or t.is_duration(have) or (have == pa.uint64() and kind == pa.int64()))
