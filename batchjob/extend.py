@@ -175,14 +175,14 @@ def _check_prompts(
     spec: JobSpec, source: PromptSource, planned: PlanResult, columns: Sequence[str], new: Sequence[FoundFile]
 ) -> None:
     """The new files must make their prompts from the same columns, and nothing in them may be passed over."""
-    missing = [name for name in source.columns if name not in planned.columns]
+    missing = [name for name in source.columns if source.roots.get(name, name) not in planned.columns]
     if missing if source.kind != "any" else len(missing) == len(source.columns):
         raise InputDataError(
             f"the new files ({new[0].path} ...) have no column {missing[0]!r}, which makes the prompts"
         )
     wanted = resolve_prompt(spec, [*columns, *(name for name in planned.columns if name not in columns)])
     if replace(wanted, id=source.id) != source:
-        other = sorted({*wanted.columns, wanted.params or ""} - {*source.columns, source.params or ""})
+        other = sorted({*wanted.read} - {*source.read, wanted.id})
         raise InputDataError(
             f"the new files ({new[0].path} ...) have a column {other[0]!r}, which the job's first files did not have "
             "and which would change what runs. Rename it there, or run a new job with another --output."

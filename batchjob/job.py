@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -19,9 +19,18 @@ from batchjob.devices import only_device
 from batchjob.errors import ConfigMismatchError, UsageError
 from batchjob.extend import extend, find_new_inputs
 from batchjob.preflight import expected_bytes, refuse_damaged_settings, space_warning
-from batchjob.prepare import Settings, describe_sampling, fingerprint, parse_memory, resolve_settings
+from batchjob.prepare import (
+    Settings,
+    describe_sampling,
+    fingerprint,
+    now,
+    parse_memory,
+    prompt_config,
+    prompt_source,
+    resolve_settings,
+)
 from batchjob.progress import Counts, Progress, counted, duration, printable
-from batchjob.prompts.source import PromptSource, resolve_prompt
+from batchjob.prompts.source import PromptSource
 from batchjob.redact import redact_values
 from batchjob.sharding import shared_streams
 from batchjob.signals import StopSignals
@@ -42,6 +51,7 @@ if TYPE_CHECKING:
     from batchjob.prompts import PromptConfig
     from batchjob.records import Prompt
     from batchjob.timelimit import TimeLimit
+    from batchjob.tokenizer import Tokenizer
     from batchjob.validate import Report
 
 Echo = Callable[[str], None]
@@ -56,23 +66,18 @@ class Job:
     store: Store
     source: PromptSource | None
     is_new: bool
+    tokenizer: Tokenizer | None = None  # where it has been loaded already
 
     @property
     def prompt_config(self) -> PromptConfig:
-        from batchjob.prompts import PromptConfig
-
         assert self.source is not None
-        spec, settings = self.spec, self.settings
-        return PromptConfig(
-            source=self.source,
-            sampling=settings.sampling,
-            max_model_len=settings.max_model_len,
-            vocab_size=settings.vocab_size,
-            chat=spec.chat,
-            system=spec.system,
-            length_policy=spec.length_policy,
-            special_tokens=settings.special_tokens() if self.source.params else {},
-        )
+        return prompt_config(self.spec, self.settings, self.source, self.clock)
+
+    @property
+    def clock(self) -> str | None:
+        """What the chat template takes for now; None in a job of a version that did not keep it."""
+        clock: str | None = self.store.manifest.resolved.get("clock")
+        return clock
 
     @property
     def tokenizer_name(self) -> str:
@@ -158,19 +163,29 @@ def _create(spec: JobSpec, output: Path, echo: Echo, asked: JobSpec, check: Call
         f"{counted(plan.num_rows, 'row')} of {counted(len(plan.files), 'file')} in {counted(len(plan.chunks), 'chunk')}"
     )
     echo(f"planned {size} ({seconds})")
-    source = _source(spec, settings, planned.columns) if plan.num_rows else None
+    source = prompt_source(spec, settings, planned.columns) if plan.num_rows else None
+    clock, tokenizer = now(), None
+    if source is not None:
+        from batchjob.firstrows import check_first_rows
+        from batchjob.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer("fake" if settings.model is None else settings.model.path)
+        config = prompt_config(spec, settings, source, clock)
+        columns = list(planned.columns)
+        for warning in check_first_rows(plan, config, tokenizer, columns, max_row_bytes=spec.max_row_bytes):
+            echo(f"warning: {printable(warning)}")
     chunk_rows = max((chunk.num_rows for chunk in plan.chunks), default=0)
     manifest = Manifest.new(
         plan,
         spec=redact_values(asdict(asked)),
-        resolved={**settings.to_json(), "columns": list(planned.columns), "chunk_rows": chunk_rows},
+        resolved={**settings.to_json(), "columns": list(planned.columns), "chunk_rows": chunk_rows, "clock": clock},
         fingerprint=_fingerprint(spec, settings, source, spec.chunk_rows or chunk_rows),
         num_samples=settings.sampling.n,
         output_token_ids=spec.output_token_ids,
     )
     store = Store.create(output, manifest, plan)
     _refuse_difference(store.manifest, manifest, output)
-    return Job(spec, settings, store, source, is_new=True)
+    return Job(spec, settings, store, source, is_new=True, tokenizer=tokenizer)
 
 
 def _resume(spec: JobSpec, output: Path, echo: Echo) -> Job:
@@ -179,7 +194,7 @@ def _resume(spec: JobSpec, output: Path, echo: Echo) -> Job:
     refuse_damaged_settings(manifest, output / ".batchjob" / "job.json")
     settings = resolve_settings(spec, manifest.resolved)
     new, plan = find_new_inputs(spec, store.plan, echo)
-    source = _source(spec, settings, manifest.resolved["columns"]) if store.plan.num_rows else None
+    source = prompt_source(spec, settings, manifest.resolved["columns"]) if store.plan.num_rows else None
     chunk_rows = spec.chunk_rows or manifest.fingerprint["chunk_rows"]
     asked = replace(
         manifest,
@@ -193,19 +208,6 @@ def _resume(spec: JobSpec, output: Path, echo: Echo) -> Job:
         plan = find_new_inputs(spec, store.plan, lambda line: None)[1]
     store.plan = plan  # with the paths that its files have now
     return Job(spec, settings, store, source, is_new=False)
-
-
-def _source(spec: JobSpec, settings: Settings, columns: Iterable[str]) -> PromptSource:
-    """Where prompts come from. What can never work is refused here, before a model is loaded."""
-    source = resolve_prompt(spec, columns)
-    wants_template = spec.chat or spec.system is not None or source.kind == "messages"
-    if wants_template and not settings.has_chat_template:
-        assert settings.model is not None
-        raise UsageError(
-            f"{settings.model.name} has no chat template: use an instruction-tuned model, or send text with --prompt "
-            "and without --chat, --system and --messages"
-        )
-    return source
 
 
 def _fingerprint(spec: JobSpec, settings: Settings, source: PromptSource | None, chunk_rows: int) -> dict[str, Any]:
@@ -353,7 +355,7 @@ def _work(
         lease.settle(give_up=lambda: stop.stopping)
         reader = InputReader(job.store.plan, max_row_bytes=spec.max_row_bytes)
         stack.callback(reader.close)
-        watcher.header(_header(job, engine.capacity.description, time.monotonic() - loading), echo)
+        watcher.header(_header(job, tokenizer, engine.capacity.description, time.monotonic() - loading), echo)
         progress = Progress(counts, mode=spec.progress, echo=echo)
         stack.callback(progress.close)
         loop = Loop(
@@ -435,7 +437,7 @@ def _model_line(settings: Settings) -> str:
     return f"loading {name} ({settings.dtype} on {settings.device})"
 
 
-def _header(job: Job, engine_line: str, seconds: float) -> list[str]:
+def _header(job: Job, tokenizer: Tokenizer, engine_line: str, seconds: float) -> list[str]:
     settings = job.settings
     sampling = settings.row_sampling()
     lines = [
@@ -454,6 +456,10 @@ def _header(job: Job, engine_line: str, seconds: float) -> list[str]:
             f"warning: no --max-tokens: a row may make up to {settings.max_model_len - 1:,} tokens before it is cut"
         )
     source, spec = job.source, job.spec
+    is_chat = spec.chat or spec.system is not None or (source is not None and source.kind in ("messages", "any"))
+    if is_chat and tokenizer.template_mentions("strftime_now"):
+        what = f"{job.clock} in all of this job" if job.clock else "of each process: this job has none of its own"
+        lines.append(f"clock     the chat template writes a date; its time is {what}")
     is_text = source is not None and source.kind in ("text", "template", "any")
     if (
         is_text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,5 +73,15 @@ def refuse_damaged_settings(manifest: Manifest, source: Path) -> None:
         or not all(name is None or isinstance(name, str) for name in names)
         or resolved.get("dtype") not in ("float32", "bfloat16", "float16")
         or type(chunk_rows) is not int
+        or not _is_time(resolved.get("clock"))
     ):
         raise StorageError(f"{source} is damaged: its settings are none that batchjob writes. Restore it from a copy.")
+
+
+def _is_time(clock: object) -> bool:
+    if clock is None:
+        return True
+    try:
+        return isinstance(clock, str) and datetime.fromisoformat(clock) is not None
+    except ValueError:
+        return False

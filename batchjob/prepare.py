@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,13 @@ from typing import TYPE_CHECKING, Any
 from batchjob import __version__
 from batchjob.devices import only_device
 from batchjob.errors import UsageError
+from batchjob.prompts.source import PromptSource, resolve_prompt
 from batchjob.sampling import SamplingParams
 from batchjob.spec import JobSpec
 
 if TYPE_CHECKING:
     from batchjob.models import ModelInfo
+    from batchjob.prompts import PromptConfig
 
 FAKE_MAX_MODEL_LEN = 8192
 FAKE_EOS_TOKEN_IDS = (2,)
@@ -195,6 +198,41 @@ def _gpu_names() -> str:
         found = re.search(r"^Model:\s*(.+)$", path.read_text(), re.MULTILINE)
         names.add(found[1].strip() if found else "unknown")
     return ", ".join(sorted(names)) or "cuda"
+
+
+def prompt_source(spec: JobSpec, settings: Settings, columns: Iterable[str]) -> PromptSource:
+    """Where prompts come from. What can never work is refused here, before a model is loaded."""
+    source = resolve_prompt(spec, columns)
+    wants_template = spec.chat or spec.system is not None or source.kind == "messages"
+    if wants_template and not settings.has_chat_template:
+        assert settings.model is not None
+        raise UsageError(
+            f"{settings.model.name} has no chat template: use an instruction-tuned model, or send text with --prompt "
+            "and without --chat, --system and --messages"
+        )
+    return source
+
+
+def prompt_config(spec: JobSpec, settings: Settings, source: PromptSource, clock: str | None) -> PromptConfig:
+    """All that prompts depend on. `clock` is the job's, see `now`."""
+    from batchjob.prompts import PromptConfig
+
+    return PromptConfig(
+        source=source,
+        sampling=settings.sampling,
+        max_model_len=settings.max_model_len,
+        vocab_size=settings.vocab_size,
+        chat=spec.chat,
+        system=spec.system,
+        length_policy=spec.length_policy,
+        special_tokens=settings.special_tokens() if source.params else {},
+        clock=clock,
+    )
+
+
+def now() -> str:
+    """The local time, to be kept: what a chat template that writes the date takes for now in every process of a job."""
+    return datetime.now().isoformat(timespec="seconds")
 
 
 def describe_sampling(sampling: SamplingParams) -> str:

@@ -48,12 +48,17 @@ class JobSpec:
     # -- prompts
     prompt: str | None = _f(
         None,
-        "Text column, or a template over columns such as 'Translate: {text}' ({{ escapes). [default: prompt]",
+        "Text column, a dotted path into one (body.text, turns.0), or a template over columns such as "
+        "'Translate: {text}' ({{ escapes). [default: prompt]",
         pinned=True,
         section="prompt",
     )
     messages: str | None = _f(
-        None, "Column of chat messages (lists of role and content). [default: messages]", pinned=True, section="prompt"
+        None,
+        "Column of chat messages (lists of role and content), or a dotted path such as body.messages. "
+        "[default: messages]",
+        pinned=True,
+        section="prompt",
     )
     prompt_token_ids: str | None = _f(
         None, "Column of token ids, sent as they are. [default: prompt_token_ids]", pinned=True, section="prompt"
@@ -62,9 +67,19 @@ class JobSpec:
     chat: bool = _f(
         False, "Wrap each text prompt as one user turn in the model's chat template.", pinned=True, section="prompt"
     )
+    chat_columns: str = _f(
+        "all",
+        "Columns that go to the chat template with the messages, of tools, documents, chat_template_kwargs, "
+        "add_generation_prompt and continue_final_message: all that there are, none, or a comma-separated list.",
+        pinned=True,
+        section="prompt",
+    )
     raw: bool = _f(False, "Send text without the chat template, and do not warn about it.", section="prompt")
     params: str | None = _f(
-        None, "Column of per-row sampling settings. [default: params]", pinned=True, section="prompt"
+        None,
+        "Column of per-row sampling settings; none for no such column. [default: params]",
+        pinned=True,
+        section="prompt",
     )
     id: str | None = _f(
         None, "Column that names rows in messages; duplicates are reported. [default: id]", section="prompt"
@@ -407,7 +422,7 @@ def _spec_value(name: str, kind: str, value: Any, source: str) -> Any:
         if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
             raise UsageError(f"{source}: input must be a string or a list of strings")
         return tuple(items)
-    if name == "keep_columns" and isinstance(value, list):
+    if name in ("keep_columns", "chat_columns") and isinstance(value, list):
         value = ",".join(map(str, value))
     if kind.startswith("float") and type(value) is int:
         value = float(value)

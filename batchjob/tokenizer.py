@@ -5,8 +5,11 @@ No torch. Transformers is imported only when an `HFTokenizer` is made.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,8 +57,17 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]: ...
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """The conversation as one text, special tokens included. Raises RenderError."""
+    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The conversation as one text, special tokens included. `variables` are `tools`, `documents`,
+        `continue_final_message` and whatever else the template knows. Raises RenderError."""
+        ...
+
+    def template_mentions(self, name: str) -> bool:
+        """Whether the chat template can make use of a variable of this name."""
+        ...
+
+    def set_clock(self, now: datetime) -> bool:
+        """Stops the clock of chat templates (`strftime_now`) in this process. False where that cannot be done."""
         ...
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -139,9 +151,17 @@ class FakeTokenizer:
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        turns = [f"[{message['role']}] {message['content']}" for message in messages]
+    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+        variables.pop("continue_final_message", None)
+        turns = [f"[{name}] {json.dumps(value, ensure_ascii=False)}" for name, value in variables.items()]
+        turns += [f"[{message['role']}] {message['content']}" for message in messages]
         return "<s>" + " ".join([*turns, "[assistant]"] if add_generation_prompt else turns)
+
+    def template_mentions(self, name: str) -> bool:
+        return name != "strftime_now"
+
+    def set_clock(self, now: datetime) -> bool:
+        return True
 
     def unknown_ids(self, vocab_size: int) -> list[int]:
         return list(range(self.vocab_size, vocab_size))
@@ -252,16 +272,38 @@ class HFTokenizer:
         except BaseException as error:
             raise _without_panic(error) from error.__cause__
 
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **variables
             )
         except BaseException as error:  # a template may fail in any way; the row fails, not the job
             if isinstance(error, MemoryError) or not (isinstance(error, Exception) or _is_panic(error)):
                 raise
             raise RenderError(f"{error or type(error).__name__}") from error
         return text
+
+    @property
+    def _templates(self) -> list[str]:
+        templates = self._tokenizer.chat_template or ""
+        return list(templates.values()) if isinstance(templates, dict) else [templates]
+
+    def template_mentions(self, name: str) -> bool:
+        return any(re.search(rf"\b{re.escape(name)}\b", text) for text in self._templates)
+
+    def set_clock(self, now: datetime) -> bool:
+        """Transformers lets no function into a template as a variable, so it goes to the compiled template, which is
+        kept for every later use."""
+        try:
+            from transformers.utils.chat_template_utils import _compile_jinja_template
+
+            for text in self._templates:
+                _compile_jinja_template(text).globals["strftime_now"] = lambda format: now.strftime(format)
+        except (ImportError, AttributeError, TypeError):
+            return False
+        except Exception:  # no valid template: rendering says so
+            return True
+        return True
 
     def unknown_ids(self, vocab_size: int) -> list[int]:
         known = set(self._tokenizer.get_vocab().values())

@@ -15,13 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from batchjob.errors import InputDataError
 from batchjob.feeder import Feeder, FeederConfig, InlineFeeder, PromptFeeder
+from batchjob.firstrows import check_first_rows
 from batchjob.io.duplicates import MAX_EXAMPLES, DuplicateFinder
 from batchjob.io.planner import PlanResult, make_plan
 from batchjob.io.reader import InputReader
+from batchjob.prepare import now, parse_memory, prompt_config, prompt_source
 from batchjob.progress import printable
-from batchjob.prompts import PromptBuilder, PromptConfig, resolve_prompt
+from batchjob.prompts import PromptBuilder
+from batchjob.prompts.paths import look_up_or_none
 from batchjob.records import Prompt, Record
 from batchjob.spec import JobSpec
+from batchjob.store.schema import output_schema
 from batchjob.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -107,21 +111,21 @@ class Report:
 def validate_job(spec: JobSpec, settings: Settings) -> Report:
     """Plans the job's input and checks every row of it. Raises what a run would raise before its first row."""
     result = make_plan(spec, num_workers_hint=spec.num_shards)
+    output_schema(result.plan, output_token_ids=spec.output_token_ids)  # refuses names and types
+    parse_memory(spec.kv_cache_memory)
     if not result.plan.num_rows:
         files = [file.path for file in result.plan.files]
         return Report(files, dict(result.columns), "nothing", warnings=[*result.warnings, "the input has no rows"])
-    prompt = PromptConfig(
-        source=resolve_prompt(spec, result.columns),
-        sampling=settings.sampling,
-        max_model_len=settings.max_model_len,
-        vocab_size=settings.vocab_size,
-        chat=spec.chat,
-        system=spec.system,
-        length_policy=spec.length_policy,
-    )
+    source = prompt_source(spec, settings, result.columns)
+    prompt = prompt_config(spec, settings, source, now())
     tokenizer = "fake" if settings.model is None else settings.model.path
     config = FeederConfig(result.plan, prompt, tokenizer, spec.max_row_bytes)
-    return validate_input(result, config, block_size=spec.block_size, max_error_rate=spec.max_error_rate)
+    warnings = check_first_rows(
+        result.plan, prompt, load_tokenizer(tokenizer), list(result.columns), max_row_bytes=spec.max_row_bytes
+    )
+    report = validate_input(result, config, block_size=spec.block_size, max_error_rate=spec.max_error_rate)
+    report.warnings += warnings
+    return report
 
 
 def validate_input(
@@ -154,8 +158,9 @@ def validate_input(
         for record, prompt in zip(records, prompts, strict=True):
             report.num_rows += 1
             _note_row(report, record, prompt, special, source.columns)
-            if source.id is not None and record.fields.get(source.id) is not None:
-                ids.add(json.dumps(record.fields[source.id], default=str), record.where)
+            row_id = None if source.id is None else look_up_or_none(record.fields, source.id)
+            if row_id is not None:
+                ids.add(json.dumps(row_id, default=str), record.where)
             elif source.id is not None:
                 report.num_missing_ids += 1
             if prompt.error is None:
@@ -203,7 +208,7 @@ def _note_row(report: Report, record: Record, prompt: Prompt, special: _SpecialT
         if len(found["examples"]) < MAX_EXAMPLES:
             found["examples"].append(error.message)
         return
-    token = special.find([record.fields.get(name) for name in columns])
+    token = special.find([look_up_or_none(record.fields, name) for name in columns])
     if token is not None:
         report.num_rows_with_special_tokens += 1
         if len(report.special_token_examples) < MAX_EXAMPLES:

@@ -23,8 +23,8 @@ PLAIN = {"errors", "sampling", "spec", "records", "plan"}
 ROOMS = {"core", "engine", "store", "io", "prompts", "tokenizer", "feeder", "models"}
 # The files that `job` is made of.
 JOB = {
-    "backlog", "console", "extend", "job", "loop", "preflight", "prepare", "progress", "redact", "sharding",
-    "signals", "slurm", "stealing", "stopping", "summary", "timelimit", "validate", "watch",
+    "backlog", "console", "extend", "firstrows", "job", "loop", "preflight", "prepare", "progress", "redact",
+    "sharding", "signals", "slurm", "stealing", "stopping", "summary", "timelimit", "validate", "watch",
 }  # fmt: skip
 
 # Room -> rooms it may import (itself included without saying so). `job` and `cli` know everybody below them.

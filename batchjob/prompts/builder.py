@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from batchjob.errors import UsageError
 from batchjob.prompts import forms, limits
 from batchjob.prompts.params import RowParams
+from batchjob.prompts.paths import look_up, look_up_or_none
 from batchjob.prompts.source import DEFAULTS, PromptSource, parse_template
 from batchjob.records import Prompt, Record, RowError
 from batchjob.sampling import SamplingParams
@@ -36,12 +38,14 @@ class PromptConfig:
     system: str | None = None
     length_policy: str = "error"
     special_tokens: Mapping[str, int] = field(default_factory=dict)  # text -> id; as stop strings they stop by id
+    clock: str | None = None  # ISO 8601, local: what the chat template takes for now; None is each process's own now
     render_seconds: float = limits.RENDER_SECONDS
     render_chars: int = limits.RENDER_CHARS
 
 
 class PromptBuilder:
-    """Raises UsageError at once where the job needs a chat template and the tokenizer has none, or one too slow."""
+    """Raises UsageError at once where the job needs a chat template and the tokenizer has none, one that is too slow or
+    one that refuses the job's system message. `warnings` are about the job's flags and this tokenizer."""
 
     def __init__(self, config: PromptConfig, tokenizer: Tokenizer) -> None:
         self._config = config
@@ -54,6 +58,7 @@ class PromptBuilder:
         bos = tokenizer.bos_token_id
         adds_bos = bos is not None and tokenizer.encode("", add_special_tokens=True)[:1] == [bos]
         self._added_bos = bos if adds_bos else None
+        self.warnings: list[str] = []
         self._params = RowParams(config.source.params or "", config.sampling, config.vocab_size, config.special_tokens)
         self._max_chars = max(_LONG_TEXT, config.max_model_len * tokenizer.max_token_chars)
         if (self._chat or config.source.kind == "messages") and not tokenizer.has_chat_template:
@@ -61,8 +66,17 @@ class PromptBuilder:
                 "the model's tokenizer has no chat template: use an instruction-tuned model, or send text with "
                 "--prompt and without --chat, --system and --messages"
             )
+        if self._renders and tokenizer.template_mentions("strftime_now"):
+            now = datetime.now() if config.clock is None else datetime.fromisoformat(config.clock)
+            if not tokenizer.set_clock(now):
+                self.warnings.append(
+                    "the chat template writes the date, and this version of Transformers has no way to give all "
+                    "processes of a job the same: each takes its own"
+                )
         if self._renders:
             self._probe()
+        if not self._chat and config.source.kind in ("text", "template", "any"):
+            self._warn_of_end_token()
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -75,14 +89,39 @@ class PromptBuilder:
 
     def _probe(self) -> None:
         """A template that cannot render one short turn in time would fail every row, slowly."""
+        system = self._config.system
+        user = {"role": "user", "content": "Hello"}
         try:
             with self._guarded(), self._timer:
-                self._tokenizer.render_chat([{"role": "user", "content": "Hello"}])
+                alone = self._tokenizer.render_chat([user])
         except RenderTimeout:
             limit = f"{self._config.render_seconds:g} s"
             raise UsageError(f"the model's chat template takes longer than {limit} for one short message") from None
         except (RenderError, MemoryError):
-            pass  # it may want other turns; each row finds out for itself
+            return  # it may want other turns; each row finds out for itself
+        if system is None:
+            return
+        remedy = "leave --system out, or put its text before the prompt's: --prompt 'TEXT {column}' --chat"
+        try:
+            with self._guarded(), self._timer:
+                text = self._tokenizer.render_chat([{"role": "system", "content": system}, user])
+        except RenderError as error:
+            if self._source.kind != "any" and not self._source.chat_columns:  # then every row has it
+                raise UsageError(f"the model's chat template refuses a system message ({error}): {remedy}") from None
+        except (RenderTimeout, MemoryError):
+            pass
+        else:
+            if system and text == alone:
+                self.warnings.append(f"the model's chat template leaves the system message out: {remedy}")
+
+    def _warn_of_end_token(self) -> None:
+        plain, special = (self._tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
+        if plain and special[-1:] != plain[-1:]:
+            (token,) = self._tokenizer.convert_ids_to_tokens(special[-1:])
+            self.warnings.append(
+                f"the tokenizer puts {token} behind each text, which tells most models that the text is over; use "
+                "--chat or token ids, or take it out of the tokenizer (add_eos_token, post_processor)"
+            )
 
     def build(self, record: Record) -> Prompt:
         return self.build_many([record])[0]
@@ -103,9 +142,18 @@ class PromptBuilder:
         """The row with an error, for which only its settings are looked at: they say how many samples fail."""
         job = _Row(record)
         if self._source.params is not None:
-            params = self._params.parse(record.fields.get(self._source.params))
+            params = self._row_params(record.fields)
             job.params = None if isinstance(params, str) else params
         return Prompt(record.row_index, [], job.params, error)
+
+    def check(self, records: Sequence[Record]) -> list[tuple[RowError, bool] | None]:
+        """For each row why it makes no text, and whether the reason lies in the column or the job's flags, so that
+        other rows may share it. Nothing is tokenised: a row at which a tokeniser comes down does no harm here."""
+        jobs = [_Row(record) for record in records]
+        with self._guarded():
+            for job in jobs:
+                self._compose(job)
+        return [None if job.error is None else (job.error, job.of_column) for job in jobs]
 
     def prompt_text(self, record: Record) -> str | None:
         """The text that is tokenised for a record, to be shown; None for token ids and rows in error."""
@@ -123,16 +171,17 @@ class PromptBuilder:
             return
         fields = record.fields
         if self._source.params is not None:
-            params = self._params.parse(fields.get(self._source.params))
+            params = self._row_params(fields)
             if isinstance(params, str):
-                job.error = self._located(job, "invalid_params", params)
+                job.error, job.of_column = self._located(job, "invalid_params", params), True
                 return
             job.params = params
         try:
             self._form(job, fields)
         except forms.InvalidPrompt as error:
-            job.error = self._located(job, "invalid_prompt", str(error))
+            job.error, job.of_column = self._located(job, "invalid_prompt", str(error)), error.of_column
         except RenderError as error:
+            job.of_column = True
             job.error = self._located(job, "template_error", f"the chat template refused the row: {error}")
         except RenderTimeout:
             message = f"the chat template took longer than {self._config.render_seconds:g} s"
@@ -140,22 +189,28 @@ class PromptBuilder:
         except MemoryError:
             job.error = self._located(job, "template_error", "the chat template needs too much memory")
 
+    def _row_params(self, fields: Mapping[str, Any]) -> SamplingParams | str | None:
+        try:
+            return self._params.parse(look_up(fields, self._source.params or ""))
+        except forms.InvalidPrompt as error:
+            return str(error)
+
     def _form(self, job: _Row, fields: Mapping[str, Any]) -> None:
         kind, name = self._source.kind, self._source.columns[0]
         if kind == "any":
             name = self._pick(fields)
             kind = DEFAULTS[name]
         if kind == "token_ids":
-            job.ids = forms.token_ids(name, fields.get(name), self._config.vocab_size)
+            job.ids = forms.token_ids(name, look_up(fields, name), self._config.vocab_size)
             return
         if kind == "messages":
-            self._render(job, forms.messages(name, fields.get(name), self._config.system))
+            self._render(job, forms.messages(name, look_up(fields, name), self._config.system))
             return
         if kind == "text":
-            text = forms.plain_text(name, fields.get(name))
+            text = forms.plain_text(name, look_up(fields, name))
         else:
             text = "".join(
-                [forms.template_text(part, fields.get(part)) if column else part for column, part in self._parts]
+                [forms.template_text(part, look_up(fields, part)) if column else part for column, part in self._parts]
             )
         if self._chat:
             turn: list[dict[str, Any]] = [{"role": "user", "content": text}]
@@ -174,14 +229,17 @@ class PromptBuilder:
             raise forms.InvalidPrompt(f"columns {' and '.join(map(repr, self._source.columns))} are null or absent")
         raise forms.InvalidPrompt(
             f"columns {' and '.join(map(repr, filled))} are both given; choose one with --prompt, --messages or "
-            "--prompt-token-ids"
+            "--prompt-token-ids",
+            of_column=True,
         )
 
     def _render(self, job: _Row, messages: list[dict[str, Any]]) -> None:
         if not self._tokenizer.has_chat_template:
             raise RenderError("the model's tokenizer has no chat template")
+        fields = job.record.fields
+        variables = forms.chat_variables({path: look_up_or_none(fields, path) for path in self._source.chat_columns})
         with self._timer:
-            text = self._tokenizer.render_chat(messages, add_generation_prompt=True)
+            text = self._tokenizer.render_chat(messages, **variables)
         if len(text) > self._config.render_chars:
             raise RenderError(f"it wrote {len(text):,} characters, more than {self._config.render_chars:,}")
         job.text, job.special = text, False
@@ -267,7 +325,7 @@ class PromptBuilder:
         name = self._source.id
         where = job.record.where
         if name is not None:
-            value = job.record.fields.get(name)
+            value = look_up_or_none(job.record.fields, name)
             if isinstance(value, str | int):
                 where += f" ({name} {_shown(value)})"
         return RowError(type, f"{where}: {message}")
@@ -276,7 +334,7 @@ class PromptBuilder:
 class _Row:
     """One row on its way through `build_many`."""
 
-    __slots__ = ("error", "ids", "params", "record", "special", "text")
+    __slots__ = ("error", "ids", "of_column", "params", "record", "special", "text")
 
     def __init__(self, record: Record) -> None:
         self.record = record
@@ -285,6 +343,7 @@ class _Row:
         self.ids: list[int] = []
         self.params: SamplingParams | None = None
         self.error: RowError | None = None
+        self.of_column = False
 
 
 def _shown(value: str | int) -> str:

@@ -7,11 +7,24 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+# Names that Transformers' own function has, or that are ours to say.
+_RESERVED = frozenset(
+    "self conversation conversations messages tools documents chat_template add_generation_prompt "
+    "continue_final_message tokenize sanitize_control_tokens padding truncation max_length return_tensors return_dict "
+    "return_assistant_tokens_mask tokenizer_kwargs strftime_now".split()
+)
 _NEEDS_CONTENT = ("user", "system", "developer")
 
 
 class InvalidPrompt(Exception):
-    """The row's prompt cannot be used; the message says why, in words for the row's author."""
+    """The row's prompt cannot be used; the message says why, in words for the row's author.
+
+    `of_column`: the reason lies in what the column holds or in the job's flags, so that other rows may well share it.
+    """
+
+    def __init__(self, message: str, *, of_column: bool = False) -> None:
+        super().__init__(message)
+        self.of_column = of_column
 
 
 def template_text(name: str, value: Any) -> str:
@@ -21,7 +34,7 @@ def template_text(name: str, value: Any) -> str:
     if value is None:
         raise InvalidPrompt(f"column {name!r} is null or absent")
     if isinstance(value, bytes):
-        raise InvalidPrompt(f"column {name!r} holds binary data, not text")
+        raise InvalidPrompt(f"column {name!r} holds binary data, not text", of_column=True)
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError:  # such as 1e999
@@ -42,7 +55,7 @@ def plain_text(name: str, value: Any) -> str:
         return value
     if value is None:
         raise InvalidPrompt(f"column {name!r} is null or absent")
-    raise InvalidPrompt(f"column {name!r} holds {_kind(value)}, not text; {_as_text(name, value)}")
+    raise InvalidPrompt(f"column {name!r} holds {kind_of(value)}, not text; {_as_text(name, value)}", of_column=True)
 
 
 def _as_text(name: str, value: Any) -> str:
@@ -59,7 +72,7 @@ def token_ids(name: str, value: Any, vocab_size: int) -> list[int]:
     if value is None:
         raise InvalidPrompt(f"column {name!r} is null or absent")
     if not isinstance(value, list):
-        raise InvalidPrompt(f"column {name!r} holds {_kind(value)}, not a list of token ids")
+        raise InvalidPrompt(f"column {name!r} holds {kind_of(value)}, not a list of token ids", of_column=True)
     if not value:
         raise InvalidPrompt(f"column {name!r} is an empty list: a prompt needs at least one token")
     if set(map(type, value)) != {int}:
@@ -80,11 +93,12 @@ def messages(name: str, value: Any, system: str | None) -> list[dict[str, Any]]:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise InvalidPrompt(f"column {name!r} holds text that is not JSON messages: {error}") from None
+            message = f"column {name!r} holds text that is not JSON messages: {error}"
+            raise InvalidPrompt(message, of_column=True) from None
     if value is None:
         raise InvalidPrompt(f"column {name!r} is null or absent")
     if not isinstance(value, list):
-        raise InvalidPrompt(f"column {name!r} holds {_kind(value)}, not a list of messages")
+        raise InvalidPrompt(f"column {name!r} holds {kind_of(value)}, not a list of messages", of_column=True)
     if not value:
         raise InvalidPrompt(f"column {name!r} is an empty list: a chat needs at least one message")
     turns = [_turn(name, index, turn) for index, turn in enumerate(value)]
@@ -93,10 +107,68 @@ def messages(name: str, value: Any, system: str | None) -> list[dict[str, Any]]:
     return turns
 
 
+def chat_variables(paths: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row gives to its chat template beside the messages, from the values of its chat columns. Each may be
+    JSON text; of one that is not, the fields that are null are left out, since Parquet has every field in every row."""
+    out: dict[str, Any] = {}
+    for path, given in paths.items():
+        name = path.rpartition(".")[2]
+        value = _parsed(path, given) if isinstance(given, str) else without_nulls(given)
+        if value is None:
+            continue
+        if name in ("add_generation_prompt", "continue_final_message"):
+            if not isinstance(value, bool):
+                raise _misused(path, value, "true or false")
+            out[name] = value
+        elif name in ("tools", "documents"):
+            if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+                raise _misused(path, value, "a list of objects")
+            if value:
+                out[name] = value
+        else:
+            value = from_map(value) if value else {}
+            if not isinstance(value, dict):
+                raise _misused(path, value, "an object")
+            if bad := sorted(_RESERVED & value.keys()):
+                raise InvalidPrompt(f"column {path!r} may not set {', '.join(bad)}", of_column=True)
+            out.update(value)
+    if out.get("continue_final_message"):
+        if out.get("add_generation_prompt"):
+            raise InvalidPrompt("continue_final_message and add_generation_prompt exclude each other", of_column=True)
+        out["add_generation_prompt"] = False
+    return out
+
+
+def _misused(path: str, value: Any, wanted: str) -> InvalidPrompt:
+    message = f"column {path!r} goes to the chat template and holds {kind_of(value)}, not {wanted}"
+    return InvalidPrompt(f"{message}; --chat-columns none leaves such columns alone", of_column=True)
+
+
+def _parsed(path: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise _misused(path, text, "JSON") from None
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without the fields of objects that are null, at any depth."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def from_map(value: Any) -> Any:
+    """A Parquet map comes as a list of keys and values; here it is an object. Anything else stays."""
+    if isinstance(value, list) and all(isinstance(pair, dict) and pair.keys() == {"key", "value"} for pair in value):
+        return {pair["key"]: pair["value"] for pair in value} or value
+    return value
+
+
 def _turn(name: str, index: int, turn: Any) -> dict[str, Any]:
     where = f"column {name!r}, message {index + 1}"
     if not isinstance(turn, Mapping):
-        raise InvalidPrompt(f"{where} is {_kind(turn)}, not an object with role and content")
+        raise InvalidPrompt(f"{where} is {kind_of(turn)}, not an object with role and content")
     role = turn.get("role")
     if not isinstance(role, str) or not role:
         raise InvalidPrompt(f"{where} has no role")
@@ -110,7 +182,7 @@ def _turn(name: str, index: int, turn: Any) -> dict[str, Any]:
     elif isinstance(content, Sequence) and not isinstance(content, bytes):
         text = "".join([_part(where, part) for part in content])
     else:
-        raise InvalidPrompt(f"{where}: the content is {_kind(content)}, not text")
+        raise InvalidPrompt(f"{where}: the content is {kind_of(content)}, not text")
     return {**{key: item for key, item in turn.items() if item is not None}, "role": role, "content": text}
 
 
@@ -118,7 +190,7 @@ def _part(where: str, part: Any) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
-        raise InvalidPrompt(f"{where}: a content part is {_kind(part)}, not an object")
+        raise InvalidPrompt(f"{where}: a content part is {kind_of(part)}, not an object")
     kind = part.get("type")
     if kind != "text":
         raise InvalidPrompt(f"{where}: a content part of type {kind!r}; only text parts can be sent to a text model")
@@ -128,7 +200,7 @@ def _part(where: str, part: Any) -> str:
     return text
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     names = {dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number", str: "text"}
     names[bytes] = "binary data"
     return names.get(type(value), f"a {type(value).__name__}")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchjob.errors import UsageError
+from batchjob.prompts.forms import from_map
 from batchjob.sampling import SamplingParams
 
 _MAX_KNOWN = 4096
@@ -42,11 +43,11 @@ class RowParams:
                 return f"{where} is not JSON: {error}"
             if value is None:
                 return self._default
-        value = {} if value == [] else _from_map(value)
+        value = {} if value == [] else from_map(value)
         if not isinstance(value, Mapping):
             return f"{where} must hold an object of sampling settings"
         try:
-            given = {name: _from_map(item) for name, item in value.items()}
+            given = {name: from_map(item) for name, item in value.items()}
             params = self._base.override(given).with_special_stops(self._special_tokens)
         except (UsageError, TypeError, ValueError, OverflowError) as error:  # such as a seed of 1e999
             return f"{where}: {error}"
@@ -54,10 +55,3 @@ class RowParams:
             if token >= self._vocab_size:
                 return f"{where}: token id {token} is not below the vocabulary size {self._vocab_size}"
         return params
-
-
-def _from_map(value: Any) -> Any:
-    """A Parquet map comes as a list of keys and values; here its keys are names."""
-    if isinstance(value, list) and all(isinstance(pair, dict) and pair.keys() == {"key", "value"} for pair in value):
-        return {pair["key"]: pair["value"] for pair in value} or value
-    return value

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from batchjob.errors import InputDataError, UsageError
+from batchjob.prompts.paths import root_of
 from batchjob.spec import JobSpec
 
+# What a row may give to its chat template beside the messages.
+CHAT_COLUMNS = ("tools", "documents", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 DEFAULTS = {"prompt": "text", "messages": "messages", "prompt_token_ids": "token_ids"}
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
-    """Resolved column names. Plain data: `to_dict` and `from_dict` go through JSON.
+    """Resolved names of columns, or dotted paths into them. Plain data: `to_dict` and `from_dict` go through JSON.
 
     `kind`: "text", "template" (over `columns`), "messages", "token_ids", or "any": each row has exactly one of the
-    default `columns` that is not null.
+    default `columns` that is not null. `roots` are the input's columns where dotted paths begin, `chat_columns` those
+    (or the paths) that go to the chat template under the last part of their name.
     """
 
     kind: str
@@ -25,19 +29,24 @@ class PromptSource:
     template: str = ""
     params: str | None = None
     id: str | None = None
+    roots: Mapping[str, str] = field(default_factory=dict)
+    chat_columns: tuple[str, ...] = ()
 
     @property
     def read(self) -> list[str]:
         """The input columns to read, each once."""
         extra = [name for name in (self.params, self.id) if name is not None]
-        return list(dict.fromkeys([*self.columns, *extra]))
+        paths = [*self.columns, *self.chat_columns, *extra]
+        return list(dict.fromkeys([self.roots.get(path, path) for path in paths]))
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Without `roots` and `chat_columns` where there are none: jobs of before had no such keys."""
+        data = asdict(self)
+        return {name: value for name, value in data.items() if value or name not in ("roots", "chat_columns")}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PromptSource:
-        return cls(**{**data, "columns": tuple(data["columns"])})
+        return cls(**{**data, **{name: tuple(data.get(name, ())) for name in ("columns", "chat_columns")}})
 
 
 def resolve_prompt(spec: JobSpec, columns: Iterable[str]) -> PromptSource:
@@ -49,7 +58,7 @@ def resolve_prompt(spec: JobSpec, columns: Iterable[str]) -> PromptSource:
     if len(given) > 1:
         flags = " and ".join("--" + name.replace("_", "-") for name in given)
         raise UsageError(f"{flags} exclude each other: give one of them")
-    params = _optional(spec.params, "params", known)
+    params = None if spec.params == "none" else _optional(spec.params, "params", known)
     row_id = _optional(spec.id, "id", known)
     template = ""
     if given:
@@ -74,7 +83,28 @@ def resolve_prompt(spec: JobSpec, columns: Iterable[str]) -> PromptSource:
         kind = DEFAULTS[names[0]] if len(names) == 1 else "any"
     if kind == "token_ids" and (spec.chat or spec.system is not None):
         raise UsageError("--chat and --system need text or messages; token ids are sent as they are")
-    return PromptSource(kind, names, template, params, row_id)
+    chat = _chat_columns(spec, kind, names[0], known)
+    extra = [name for name in (params, row_id) if name is not None]
+    found = {path: root_of(path, known) for path in (*names, *chat, *extra)}
+    roots = {path: root for path, root in found.items() if root is not None and root != path}
+    return PromptSource(kind, names, template, params, row_id, roots, chat)
+
+
+def _chat_columns(spec: JobSpec, kind: str, name: str, known: list[str]) -> tuple[str, ...]:
+    """What goes to the chat template with the messages. Messages inside an object have it beside themselves."""
+    is_inside = kind == "messages" and name not in known
+    paths = {column: f"{name.rpartition('.')[0]}.{column}" if is_inside else column for column in CHAT_COLUMNS}
+    if spec.chat_columns not in ("all", "none"):
+        wanted = [column.strip() for column in spec.chat_columns.split(",") if column.strip()]
+        for column in wanted:
+            if column not in CHAT_COLUMNS:
+                raise UsageError(f"--chat-columns: {column!r} is none of {', '.join(CHAT_COLUMNS)}")
+            _require(paths[column], "--chat-columns", known, in_template=False)
+        paths = {column: paths[column] for column in wanted}
+    is_chat = spec.chat or spec.system is not None or kind in ("messages", "any")
+    if spec.chat_columns == "none" or not is_chat:
+        return ()
+    return tuple(path for path in paths.values() if path != name and root_of(path, known) is not None)
 
 
 def prompt_columns(spec: JobSpec, columns: Iterable[str]) -> list[str]:
@@ -90,7 +120,7 @@ def _optional(given: str | None, default: str, known: list[str]) -> str | None:
 
 
 def _require(name: str, flag: str, known: list[str], *, in_template: bool) -> None:
-    if name in known:
+    if root_of(name, known) is not None:
         return
     hint = "; write {{ and }} for braces that are text" if in_template else ""
     if flag == "--prompt" and not in_template:

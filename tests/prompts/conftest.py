@@ -78,7 +78,7 @@ def builder() -> Callable[..., PromptBuilder]:
 
     def builder(columns: list[str], tokenizer: Tokenizer | None = None, **options: Any) -> PromptBuilder:
         tokenizer = tokenizer or FakeTokenizer()
-        own = ("max_model_len", "sampling", "render_seconds", "render_chars", "vocab_size")
+        own = ("clock", "max_model_len", "sampling", "render_seconds", "render_chars", "vocab_size")
         limits = {name: options.pop(name) for name in own if name in options}
         spec = JobSpec(**options)
         config = PromptConfig(

@@ -184,11 +184,14 @@ def test_a_template_that_refuses_rows_refuses_only_those(builder: Builder, recor
         assert "turns must alternate" in why(prompt)
 
 
-def test_a_system_text_is_not_merged_where_the_template_has_no_place_for_it(
-    builder: Builder, record: MakeRecord, hf: HF
-) -> None:
-    prompt = builder(["prompt"], hf(), system="Be brief.").build(record(prompt="x"))
-    assert "no system role" in why(prompt)
+def test_a_system_text_for_which_the_template_has_no_place_is_refused_at_once(builder: Builder, hf: HF) -> None:
+    with pytest.raises(UsageError, match=r"no system role.*leave --system out"):
+        builder(["prompt"], hf(), system="Be brief.")
+
+
+def test_a_system_text_that_the_template_leaves_out_is_a_warning(builder: Builder, hf: HF) -> None:
+    make = builder(["prompt"], hf("{{ messages[-1].content }}"), system="Be brief.")
+    assert "leaves the system message out" in make.warnings[0]
 
 
 @pytest.mark.parametrize("options", [{"chat": True}, {"system": "x"}, {"messages": "messages"}])
