@@ -25,11 +25,11 @@ Echo = Callable[[str], None]
 
 def find_new_inputs(spec: JobSpec, plan: Plan, echo: Echo) -> tuple[list[FoundFile], Plan]:
     """The files of `--input` that the plan does not have: none, unless the job is to be extended. And the plan, with
-    the paths that its files have now.
+    the paths and times that its files have now.
 
     Raises InputMissingError where a planned file is gone, changed, or not in `--input`.
     """
-    from batchjob.io.inputs import find_inputs
+    from batchjob.io.inputs import check_size, find_inputs
 
     found, warnings = find_inputs(spec.input, spec.output)
     for line in warnings:
@@ -54,10 +54,14 @@ def find_new_inputs(spec: JobSpec, plan: Plan, echo: Echo) -> tuple[list[FoundFi
         )
     if plan == given and not plan.num_extensions and [path for path in paths if path in known] != planned:
         raise InputMissingError("the input files come in another order than planned; give --input in the old order")
+    files = []
     for index, file in enumerate(plan.files):
+        stat = check_size(file)
         if warning := _changes(plan, index, file):
             echo(f"warning: {warning}")
-    return new, plan
+        # Compared now, so what reads the rows later need not do so again unless the times change once more.
+        files.append(replace(file, mtime_ns=stat.st_mtime_ns, ctime_ns=stat.st_ctime_ns))
+    return new, replace(plan, files=tuple(files))
 
 
 def _changes(plan: Plan, index: int, file: InputFile) -> str | None:
@@ -110,7 +114,7 @@ def _follow(plan: Plan, found: Sequence[FoundFile], echo: Echo) -> Plan:
 
 def _moved(plan: Plan, index: int, path: str, known: dict[tuple[str, str], str]) -> InputFile | None:
     """The planned file at another path of its size, if that holds the same bytes. `known` keeps digests of paths."""
-    from batchjob.io.inputs import digest
+    from batchjob.io.inputs import WHOLE, digest
     from batchjob.io.names import partition_values
     from batchjob.io.reader import InputReader
 
@@ -121,7 +125,7 @@ def _moved(plan: Plan, index: int, path: str, known: dict[tuple[str, str], str])
     if os.path.exists(file.path) and os.path.samefile(file.path, path):
         return moved  # whether it has changed is looked at like for any other
     how = file.digest.partition(":")[0]
-    if how != "full" and not _has_lines(plan, index):
+    if how not in WHOLE and not _has_lines(plan, index):
         return None  # too little is known of it
     if (path, how) not in known:
         known[path, how] = digest(path, how)

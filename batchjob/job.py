@@ -206,7 +206,7 @@ def _resume(spec: JobSpec, output: Path, echo: Echo) -> Job:
     if new:
         extend(spec, store, source, echo)
         plan = find_new_inputs(spec, store.plan, lambda line: None)[1]
-    store.plan = plan  # with the paths that its files have now
+    store.plan = plan  # with the paths and times that its files have now
     return Job(spec, settings, store, source, is_new=False)
 
 
