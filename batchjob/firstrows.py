@@ -7,11 +7,12 @@ for a reason that lies in the column or in the flags.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from itertools import islice
 
 from batchjob.errors import InputDataError
+from batchjob.feeder import in_batches
 from batchjob.io.reader import InputReader
 from batchjob.plan import Plan
 from batchjob.progress import counted
@@ -33,31 +34,27 @@ def check_first_rows(
     a PromptBuilder does, where not one row can be run."""
     builder = PromptBuilder(config, tokenizer)
     warnings = [*builder.warnings, *_unused_columns(config, columns)]
+    failures: list[Failure] = []
+    unused = _Unused(config, tokenizer)
+    num_rows = 0
+    until = time.monotonic() + _SECONDS  # a template may be so slow that looking costs as much as running
     with closing(InputReader(plan, max_row_bytes=max_row_bytes)) as reader:
         rows = (record for chunk in plan.chunks for record in reader.rows(chunk, config.source.read))
-        first = list(islice(rows, _ROWS))
-        failures = _failures(builder, first)
-        if first and len(failures) == len(first):
+        for records in in_batches(islice(rows, _ROWS)):
+            failures += [failure for failure in builder.check(records) if failure is not None]
+            unused.look_at(records)
+            num_rows += len(records)
+            if time.monotonic() > until:
+                break
+        if failures and len(failures) == num_rows:
             warnings += _look_on(builder, rows, failures, columns)
         elif failures:
-            count = f"{len(failures)} of the first {counted(len(first), 'row')}"
+            count = f"{len(failures)} of the first {counted(num_rows, 'row')}"
             warnings.append(f"{count} cannot be run: {failures[0][0].message}")
-    warnings += _unused_variables(config, tokenizer, first)
-    return warnings
+    return [*warnings, *unused.warnings()]
 
 
 Failure = tuple[RowError, bool]
-
-
-def _failures(builder: PromptBuilder, records: list[Record]) -> list[Failure]:
-    """Stops early where a template is so slow that looking would cost as much as running."""
-    until = time.monotonic() + _SECONDS
-    found: list[Failure] = []
-    for at in range(0, len(records), 10):
-        found += [failure for failure in builder.check(records[at : at + 10]) if failure is not None]
-        if time.monotonic() > until:
-            break
-    return found
 
 
 def _look_on(builder: PromptBuilder, rows: Iterator[Record], failures: list[Failure], columns: list[str]) -> list[str]:
@@ -66,19 +63,18 @@ def _look_on(builder: PromptBuilder, rows: Iterator[Record], failures: list[Fail
     number = len(failures)
     message = failures[0][0].message
     is_of_column = all(of_column for _, of_column in failures)
-    while is_of_column and time.monotonic() < until:
-        records = list(islice(rows, _ROWS))
-        if not records:
-            listed = ", ".join(columns[:50])
-            raise InputDataError(
-                f"no row can be run, all {number:,} fail; the first: {message}{_remedy(failures[0][0])}. "
-                f"Columns: {listed}"
-            )
-        found = builder.check(records)
+    is_over = False
+    batches = in_batches(rows)
+    while is_of_column and not is_over and time.monotonic() < until:
+        records = next(batches, [])
         number += len(records)
-        if None in found:
-            break
-        is_of_column = all(failure is not None and failure[1] for failure in found)
+        is_over = not records
+        is_of_column = all(failure is not None and failure[1] for failure in builder.check(records))
+    if is_over:
+        listed = ", ".join(columns[:50])
+        raise InputDataError(
+            f"no row can be run, all {number:,} fail; the first: {message}{_remedy(failures[0][0])}. Columns: {listed}"
+        )
     return [f"the first {counted(len(failures), 'row')} cannot be run: {message}{_remedy(failures[0][0])}"]
 
 
@@ -99,27 +95,37 @@ def _unused_columns(config: PromptConfig, columns: list[str]) -> list[str]:
     return [f"the input's {_named(found)} not used, since the prompt is sent without the chat template; --chat uses it"]
 
 
-def _unused_variables(config: PromptConfig, tokenizer: Tokenizer, records: list[Record]) -> list[str]:
+class _Unused:
     """What rows give to a chat template that has no use for it, and sampling settings beside messages in an object."""
-    source = config.source
-    given: dict[str, None] = {}
-    for path in source.chat_columns:
-        name = path.rpartition(".")[2]
+
+    def __init__(self, config: PromptConfig, tokenizer: Tokenizer) -> None:
+        self._source, self._tokenizer = config.source, tokenizer
+        in_object = config.source.kind == "messages" and config.source.roots
+        inside = config.source.columns[0].rpartition(".")[0] if in_object else ""
+        self._inside = "" if inside == config.source.params else inside
+        self._variables: dict[str, None] = {}
+        self._settings: dict[str, None] = {}
+
+    def look_at(self, records: list[Record]) -> None:
         for record in records:
-            value = look_up_or_none(record.fields, path)
-            if name == "chat_template_kwargs" and isinstance(value, dict):
-                given.update({key: None for key in value if not tokenizer.template_mentions(key)})
-            elif name in ("tools", "documents") and value and not tokenizer.template_mentions(name):
-                given[name] = None
-    warnings = [f"the model's chat template has no use for the rows' {', '.join(given)}"] if given else []
-    inside = source.columns[0].rpartition(".")[0] if source.kind == "messages" and source.roots else ""
-    if inside and inside != source.params:
-        objects = [look_up_or_none(record.fields, inside) for record in records]
-        settings = [name for name in PARAM_NAMES if any(isinstance(item, dict) and name in item for item in objects)]
-        if settings:
-            names = ", ".join(f"{inside}.{name}" for name in settings)
-            warnings.append(f"the rows' {names} are not used: give them as flags, or in an object that --params names")
-    return warnings
+            for path in self._source.chat_columns:
+                name, value = path.rpartition(".")[2], look_up_or_none(record.fields, path)
+                given: Iterable[str] = (name,) if name in ("tools", "documents") and value else ()
+                if name == "chat_template_kwargs" and isinstance(value, dict):
+                    given = value
+                self._variables.update({key: None for key in given if not self._tokenizer.template_mentions(key)})
+            item = look_up_or_none(record.fields, self._inside) if self._inside else None
+            if isinstance(item, dict):
+                self._settings.update({name: None for name in PARAM_NAMES if item.get(name) is not None})
+
+    def warnings(self) -> list[str]:
+        found = []
+        if self._variables:
+            found.append(f"the model's chat template has no use for the rows' {', '.join(self._variables)}")
+        if self._settings:
+            names = ", ".join(f"{self._inside}.{name}" for name in self._settings)
+            found.append(f"the rows' {names} are not used: give them as flags, or in an object that --params names")
+        return found
 
 
 def _named(names: list[str]) -> str:

@@ -25,6 +25,7 @@ from batchjob.prompts import PromptBuilder
 from batchjob.prompts.paths import look_up_or_none
 from batchjob.records import Prompt, Record
 from batchjob.spec import JobSpec
+from batchjob.stopping import time_limit
 from batchjob.store.schema import output_schema
 from batchjob.tokenizer import Tokenizer, load_tokenizer
 
@@ -113,6 +114,7 @@ def validate_job(spec: JobSpec, settings: Settings) -> Report:
     result = make_plan(spec, num_workers_hint=spec.num_shards)
     output_schema(result.plan, output_token_ids=spec.output_token_ids)  # refuses names and types
     parse_memory(spec.kv_cache_memory)
+    time_limit(spec, None, lambda line: None)
     if not result.plan.num_rows:
         files = [file.path for file in result.plan.files]
         return Report(files, dict(result.columns), "nothing", warnings=[*result.warnings, "the input has no rows"])

@@ -58,6 +58,7 @@ TURN = [{"role": "user", "content": "hi"}]
         ({"number": 1}, {"prompt": "number"}, "--prompt '{number}'"),
         ({"messages": TURN, "tools": "hammer"}, {}, "--chat-columns none"),
         ({"prompt": "x", "output": 1}, {}, "--keep-columns"),
+        ({"prompt": "x"}, {"time_limit": "soon"}, "must be a time"),
     ],
 )
 def test_what_all_rows_fail_of_is_refused_with_its_remedy(
@@ -101,6 +102,15 @@ def test_what_is_not_used_is_said(
     source = write_jsonl(tmp_path / "in.jsonl", [row])
     assert words in lines_of(source, **settings)[0]
     assert words in validate(spec_of(source, **settings)).render()
+
+
+def test_what_the_template_has_no_use_for_is_said(
+    tmp_path: Path, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchjob.tokenizer.FakeTokenizer.template_mentions", lambda self, name: False)
+    row = {"messages": TURN, "tools": [{"name": "f"}], "chat_template_kwargs": {"enable_thinking": False}}
+    lines = lines_of(write_jsonl(tmp_path / "in.jsonl", [row]))[0]
+    assert "no use for the rows' tools, enable_thinking" in lines
 
 
 def test_the_clock_is_frozen_in_the_job(tmp_path: Path, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch) -> None:
