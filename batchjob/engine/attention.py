@@ -62,6 +62,7 @@ class StepContext:
     positions: Tensor | None = None  # int64 [num_tokens]: of the tokens, while the step is computed
     broken: Tensor | None = None  # bool [num_tokens]: the model's last hidden state is not finite there
     _rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _query_scales: dict[tuple[float, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def rotation(self, cos: Tensor, sin: Tensor) -> Tensor:
         """cos + i sin, complex [num_tokens, 1, head_dim / 2], from Transformers' [1, num_tokens, head_dim] whose halves
@@ -70,6 +71,16 @@ class StepContext:
         if known is None or known[0] is not cos:
             half = cos.shape[2] // 2
             known = self._rotations[id(cos)] = cos, torch.complex(cos[0, :, None, :half], sin[0, :, None, :half])
+        return known[1]
+
+    def query_scale(self, cos: Tensor, beta: float, length: int) -> Tensor:
+        """What Ministral 3 multiplies its queries by, [num_tokens, 1, 1]: 1 before position `length`, then more with
+        each multiple of it. Made once per forward for all layers that are given the same `cos`."""
+        known = self._query_scales.get((beta, length))
+        if known is None or known[0] is not cos:
+            assert self.positions is not None
+            scale = 1 + beta * torch.log(1 + torch.floor(self.positions / length))
+            known = self._query_scales[beta, length] = cos, scale[:, None, None]
         return known[1]
 
     def attend(

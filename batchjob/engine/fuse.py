@@ -112,8 +112,8 @@ def _kinds(weight: Tensor, call_of: dict[int, LayerCall], ops: ModuleType | None
     """In this order: attention takes over its fused norms, and a layer its fused attention and MLP."""
     if ops is not None and weight.dtype in _TOLERANCE:
 
-        def attention(part: nn.Module, *, half_angles: bool = False) -> nn.Module:
-            return fused_gpu.PagedAttention(part, call_of[id(part)], ops, half_angles=half_angles)
+        def attention(part: nn.Module, **more: Any) -> nn.Module:
+            return fused_gpu.PagedAttention(part, call_of[id(part)], ops, **more)
 
         def mlp(part: nn.Module) -> nn.Module:
             return fused_gpu.GatedMLP(part, ops)
@@ -127,6 +127,7 @@ def _kinds(weight: Tensor, call_of: dict[int, LayerCall], ops: ModuleType | None
                 "attention": attention,
                 "merged_attention": attention,
                 "half_angle_attention": lambda part: attention(part, half_angles=True),
+                "scaled_attention": lambda part: attention(part, query_scale=_query_scale(part)),
             },
             "MLPs": {"gated_mlp": mlp, "merged_gated_mlp": mlp},
             "layers": {"pre_norm_layer": fused_gpu.PreNormLayer, "sandwich_layer": fused_gpu.SandwichLayer},
@@ -134,12 +135,23 @@ def _kinds(weight: Tensor, call_of: dict[int, LayerCall], ops: ModuleType | None
     if ops is None and can_pack(weight):
         return {
             "norms": {"rms_norm": FusedNorm.of, "offset_rms_norm": lambda part: FusedNorm.of(part, offset=1.0)},
-            "attentions": {"attention": lambda part: FusedAttention(part, call_of[id(part)])},
+            "attentions": {
+                "attention": lambda part: FusedAttention(part, call_of[id(part)]),
+                "scaled_attention": lambda part: FusedAttention(
+                    part, call_of[id(part)], query_scale=_query_scale(part)
+                ),
+            },
             "MLPs": {"gated_mlp": FusedMLP},
             "layers": {"pre_norm_layer": FusedLayer},
             "linear layers": {_LINEAR: pack_linear},
         }
     return {}
+
+
+def _query_scale(attention: Any) -> tuple[float, int]:
+    """Beta and length of Ministral 3's scale of queries."""
+    rope = attention.config.rope_parameters
+    return float(rope["llama_4_scaling_beta"]), int(rope["original_max_position_embeddings"])
 
 
 def _replace(module: nn.Module, path: str, part: nn.Module, builder: Builder, recorded: dict[str, Recorded]) -> bool:

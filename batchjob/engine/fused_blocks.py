@@ -61,10 +61,13 @@ class FusedAttention(nn.Module):
     One product gives q, k and v of a token side by side; the rotation is one complex product in place, for which the
     two halves of each head are interleaved in the weights. Scores do not depend on the order of a head's dimensions as
     long as q and k have the same, so the cache simply holds keys in that order.
+
+    `query_scale`: beta and length of a scale by position (Ministral 3), see `StepContext.query_scale`.
     """
 
-    def __init__(self, attention: nn.Module, call: LayerCall) -> None:
+    def __init__(self, attention: nn.Module, call: LayerCall, *, query_scale: tuple[float, int] | None = None) -> None:
         super().__init__()
+        self._query_scale = query_scale
         # Not the call itself, which holds the module that this one replaces, and its weights.
         self._settings: dict[str, Any] = {
             "scale": call.scale,
@@ -109,6 +112,8 @@ class FusedAttention(nn.Module):
                 part.copy_(norm(part))
         pairs = torch.view_as_complex(heads[:, : self._num_rotated].unflatten(2, (-1, 2)))
         pairs.mul_(step.rotation(*position_embeddings))
+        if self._query_scale is not None:
+            q.mul_(step.query_scale(position_embeddings[0], *self._query_scale))
         kv = heads[:, self._num_heads :].unflatten(1, (2, -1))
         return step.attend(self._layer_index, q, kv, window=self.window, **self._settings).flatten(1)
 

@@ -102,10 +102,20 @@ class PagedAttention(nn.Module):
     (Llama) or merged (Phi 3); with norms per head of queries and keys (Qwen 3) or without.
 
     `half_angles`: the model gives each cosine and sine once, not once for each half of a head (gpt-oss).
+    `query_scale`: beta and length of a scale by position (Ministral 3), see `StepContext.query_scale`.
     """
 
-    def __init__(self, attention: nn.Module, call: LayerCall, ops: ModuleType, *, half_angles: bool = False) -> None:
+    def __init__(
+        self,
+        attention: nn.Module,
+        call: LayerCall,
+        ops: ModuleType,
+        *,
+        half_angles: bool = False,
+        query_scale: tuple[float, int] | None = None,
+    ) -> None:
         super().__init__()
+        self._query_scale = query_scale
         self._layer_index = int(attention.layer_idx)  # type: ignore[arg-type]
         self.window = call.window  # of this name, so that the load check can shorten it
         self._num_heads, self._head_dim = call.num_heads, call.head_dim
@@ -142,6 +152,8 @@ class PagedAttention(nn.Module):
             rotary_dim=2 * cos.shape[2] if self._half_angles else None,
             **self._norms,
         )
+        if self._query_scale is not None:
+            q = q * step.query_scale(cos, *self._query_scale).to(q.dtype)
         return step.attend_written(self._layer_index, q, window=self.window, **self._settings).flatten(1)
 
 

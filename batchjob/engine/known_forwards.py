@@ -68,6 +68,8 @@ FORMS: dict[str, Form] = {
     "f300acd988106e60": Form("merged_attention", lambda part: bool(part.use_qk_norm) == hasattr(part, "q_norm")),
     "f512077129b64ee3": Form("merged_attention"),  # Phi-3: one projection, rotary embedding of the first dimensions
     "ff39390469a48fac": Form("half_angle_attention"),  # gpt-oss
+    "3c9bbe5963be77b3": Form("scaled_attention"),  # Ministral 3: queries are scaled by their position
+    "6fffcfbd1c43fe7f": Form("scaled_attention"),  # the same in Transformers 5.17
     "f537b0e0fd01cec4": Form("gated_mlp"),  # Llama and most others
     "a9b1646ee1024286": Form("gated_mlp"),  # Seed-OSS: with a dropout
     "4be359c7b1272b5d": Form("merged_gated_mlp"),  # Phi-3, GLM

@@ -12,14 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from batchjob.engine.attention import ATTENTION_NAME, register
+from batchjob.engine.attention import ATTENTION_NAME, StepContext, register
 from batchjob.engine.fused_blocks import FusedAttention
 from batchjob.engine.known_forwards import definition, known_activation, known_form
 from batchjob.engine.length_check import first_positions, short_windows
-from batchjob.engine.load_check import check_layers
+from batchjob.engine.load_check import check_layers, packed_logits
 from batchjob.engine.model import LoadedModel, packed_forward, prepare_model
 from batchjob.engine.packed_linear import can_pack
 from batchjob.errors import UnsupportedModelError
+from batchjob_kernels import gather, reference_ops
 
 sys.path.insert(0, str(Path(__file__).parent))
 from families import FAMILIES, WINDOW, build, use_gather
@@ -61,7 +62,7 @@ def prepared(config_name: str, **values: Any) -> LoadedModel:
         ("gemma3.Gemma3", "attention gated_mlp offset_rms_norm sandwich_layer"),
         ("phi3.Phi3", "merged_attention merged_gated_mlp rms_norm pre_norm_layer"),
         ("gpt_oss.GptOss", "half_angle_attention None rms_norm pre_norm_layer"),
-        ("ministral3.Ministral3", "None gated_mlp rms_norm pre_norm_layer"),
+        ("ministral3.Ministral3", "scaled_attention gated_mlp rms_norm pre_norm_layer"),
     ],
 )
 def test_the_installed_transformers_has_the_definitions_that_are_known(family: str, forms: str) -> None:
@@ -153,11 +154,24 @@ def ministral(**more: Any) -> dict[str, Any]:
     return {"rope_parameters": {**rope, **scale}, **more}
 
 
-@packs
-def test_a_model_whose_queries_are_scaled_by_position_is_not_fused_and_says_so() -> None:
-    model = prepared("Ministral3Config", **ministral())
-    assert model.fused["attentions"] == 0
-    assert model.unfused == ("Ministral3Attention",)
+@pytest.mark.parametrize("ops", [pytest.param(None, marks=packs), reference_ops], ids=["cpu", "gpu"])
+def test_queries_that_are_scaled_by_position_are_in_fused_layers_too(ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(**more: Any) -> LoadedModel | None:
+        model = random_model("Ministral3Config", **ministral())
+        return prepare_model(model, max_model_len=256, choose_backend=use_gather, block_size=4, **more)
+
+    fused, plain = prepare(ops=ops), prepare(use_fused=False)
+    assert fused is not None
+    assert plain is not None
+    assert fused.fused["layers"] == 3
+    for start in (0, 20, 31, 100, 200):
+        ours, theirs = (
+            torch.cat(packed_logits(model.module, model.shapes, gather, packed_forward, first_position=start))
+            for model in (fused, plain)
+        )
+        torch.testing.assert_close(ours, theirs, atol=2e-5 * float(theirs.abs().max()), rtol=0)
+    monkeypatch.setattr(StepContext, "query_scale", lambda *_: torch.ones(1))
+    assert prepare(ops=ops) is None, "the check reaches past the original length"
 
 
 @packs
@@ -168,8 +182,8 @@ def test_a_fused_part_that_forgets_its_window_is_not_used(monkeypatch: pytest.Mo
     assert prepare_model(model, max_model_len=256, choose_backend=use_gather, block_size=4) is not None
     built = FusedAttention.__init__
 
-    def forgetful(self: Any, *args: Any) -> None:
-        built(self, *args)
+    def forgetful(self: Any, *args: Any, **more: Any) -> None:
+        built(self, *args, **more)
         self.window = None
 
     monkeypatch.setattr(FusedAttention, "__init__", forgetful)
