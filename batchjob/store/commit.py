@@ -43,13 +43,17 @@ def commit_chunk(
     """Writes, checks and publishes the part of a chunk, then removes its logs.
 
     `batches` gives the chunk's records, sorted; it is called again if a first file fails. Raises StorageError, and
-    FileNotFoundError if a log that `batches` reads has gone.
+    FileNotFoundError if a log that `batches` reads or the temporary file has gone.
     """
     target = context.layout.part(chunk.index)
     tables = PartTables(context.schema, chunk, carried, with_token_ids=context.manifest.output_token_ids)
     tmp, info = _write_checked(context, chunk, tables, batches)
-    with storage_errors("publishing", target):
+    try:
         won = context.publish(tmp, target)
+    except FileNotFoundError:
+        raise  # whoever finished the job has removed the file of a chunk that is published
+    except OSError as error:
+        raise storage_error(error, "publishing", target) from error
     if not won:
         info = winner_of(context, chunk)
     settle(context, chunk, tmp)

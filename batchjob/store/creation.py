@@ -91,6 +91,20 @@ def restore_directories(fs: FsOps, layout: Layout) -> None:
     fs.anchor(layout.data, follow=True)
 
 
+def refuse_two_file_systems(fs: FsOps, layout: Layout, attempt: str) -> None:
+    """Raises OutputCreateError if a part could not be moved from the state directory to OUT/data, each with a mount of
+    its own. Nothing is made: a rename of what is not there fails with another error on one file system."""
+    nothing = f"nothing.{attempt}"
+    try:
+        fs.rename(layout.tmp / nothing, layout.data / nothing)
+    except OSError as error:
+        if error.errno == errno.EXDEV:
+            raise OutputCreateError(
+                f"{layout.data} and {layout.state} are on two file systems, or one is a mount of its own, so that no "
+                "finished file can be moved from one to the other at once. Put both on one, or choose another --output."
+            ) from None
+
+
 def load_output(fs: FsOps, output: Path) -> tuple[Manifest, Plan]:
     """The job that an output directory holds. Raises UsageError if there is none, StorageError if it is damaged."""
     layout = Layout(output)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import shlex
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
@@ -28,6 +29,20 @@ _DRAIN_BYTES = 1 << 20
 # What a directory fsync answers where the file system has no such thing; its directories are then durable or not
 # without our doing.
 _NO_DIRECTORY_FSYNC = (errno.EINVAL, errno.ENOTSUP)
+
+# What a mount answers whose server or FUSE process is gone.
+_SERVER_GONE = (
+    errno.ENOTCONN,
+    errno.ECONNABORTED,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENETUNREACH,
+    errno.ETIMEDOUT,
+    errno.ESHUTDOWN,
+)
+_PERMISSIONS = "Check its permissions"
 
 
 class FsOps:
@@ -275,7 +290,8 @@ class Sink:
     def abandon(self) -> None:
         if not self.closed:
             self.closed = True
-            self._fs.close(self._fd)
+            with suppress(OSError):  # the file is garbage, whatever its file system says of it once more
+                self._fs.close(self._fd)
 
 
 def storage_error(error: OSError, action: str, path: Path) -> StorageError:
@@ -291,10 +307,26 @@ def storage_error(error: OSError, action: str, path: Path) -> StorageError:
         return StorageError(f"{action} {path} failed: it is a symbolic link, which batchjob does not follow there.")
     if error.errno == errno.ESTALE:
         return FileServerError(
-            f"{action} {path} failed ({reason}): the file server lost track of it. Run the same command again; "
-            "finished rows are kept."
+            f"{action} {path} failed ({reason}): the file server lost track of it, as after a restart or a new "
+            "mount. Run the same command again; finished rows are kept."
         )
-    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+    if error.errno in _SERVER_GONE:
+        return FileServerError(
+            f"{action} {path} failed ({reason}): the file server does not answer, or its mount has gone. See `df "
+            f"{_quoted(path.parent)}`; once it is back, run the same command again; finished rows are kept."
+        )
+    if error.errno == errno.EROFS:
+        return StorageError(
+            f"{action} {path} failed ({reason}): the file system is mounted read-only. If it was writable before, the "
+            "kernel has remounted it after a disk error (see `dmesg`) or somebody did (see `findmnt --target "
+            f"{_quoted(path.parent)}`). Once it is writable again, run the same command again; finished rows are kept."
+        )
+    if error.errno == errno.EXDEV:
+        return StorageError(
+            f"{action} {path} failed ({reason}): OUT/data and OUT/.batchjob must be on one file system, neither a "
+            "mount of its own. Put them there and run the same command again; finished rows are kept."
+        )
+    if error.errno in (errno.EACCES, errno.EPERM):
         return StorageError(f"{action} {path} failed ({reason}). Check the permissions and run the same command again.")
     if error.errno == errno.ENOENT:
         return StorageError(
@@ -322,14 +354,19 @@ def create_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, *_SERVER_GONE):
             raise storage_error(error, "setting up", path) from error
         if error.errno == errno.ELOOP:
             raise storage_error(error, "using", Path(error.filename or path)) from error
+        cause = "Its file system is mounted read-only: see `findmnt`" if error.errno == errno.EROFS else _PERMISSIONS
         raise OutputCreateError(
             f"the output directory {path} cannot be set up ({error.strerror or error}"
-            f"{f': {error.filename}' if error.filename else ''}). Check its permissions or choose another --output."
+            f"{f': {error.filename}' if error.filename else ''}). {cause}, or choose another --output."
         ) from error
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))
 
 
 def _free_space(path: Path) -> str:

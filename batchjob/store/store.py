@@ -14,7 +14,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from batchjob.store.creation import (
     exists,
     load_output,
     refuse_foreign_state,
+    refuse_two_file_systems,
     restore_directories,
     sweep_unfinished,
 )
@@ -130,6 +131,7 @@ class Store:
             if not self._fs.access(self._layout.data):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self._layout.data))
             self._note(info)
+            refuse_two_file_systems(self._fs, self._layout, self.attempt)
         self._started = True
         with storage_errors("cleaning up", self._layout.state):
             sweep_unfinished(self._fs, self.output)
@@ -267,7 +269,8 @@ class Store:
         chunk = self._catalog.chunks[0]
         if chunk.index in self.committed():
             return Committed(chunk.index, 0, Counts(), won=False)
-        committed = commit_chunk(self._context, chunk, lambda: (), None)
+        with storage_errors("committing to", self._layout.data):
+            committed = commit_chunk(self._context, chunk, lambda: (), None)
         self._on_commit(committed)
         return committed
 
@@ -298,7 +301,7 @@ class Store:
             data = json.dumps(done, indent=1).encode() + b"\n"
             self._fs.replace_file(self._layout.done, data, via=self._layout.tmp / f"done.{self.attempt}")
             self._sweep_wal(self._catalog.committed)
-            self._sweep_tmp()  # what a process left that died beside this one
+            self._sweep_tmp(self._catalog.committed)  # what a process left that died beside this one
             self._sweep_claims(self._catalog.committed)
         return done
 
@@ -317,11 +320,14 @@ class Store:
 
     # -- cleaning up
 
-    def _sweep_tmp(self) -> None:
-        """Removes the temporary files of attempts that are known to be dead; names are PURPOSE.ATTEMPT[.TRIAL]."""
+    def _sweep_tmp(self, published: Collection[int] = ()) -> None:
+        """Removes the temporary files of attempts that are known to be dead; names are PURPOSE.ATTEMPT[.TRIAL]. Those
+        of `published` chunks are of no use to anybody, also where it cannot be told from here who still lives."""
         for name in self._fs.listdir(self._layout.tmp):
-            attempt = _TRIAL.sub("", name.partition(".")[2])
-            if attempt and self._context.is_dead(attempt):
+            purpose, _, attempt = name.partition(".")
+            attempt = _TRIAL.sub("", attempt)
+            late = purpose.isdigit() and int(purpose) in published
+            if attempt and (late or self._context.is_dead(attempt)):
                 self._fs.unlink_if_there(self._layout.tmp / name)
 
     def _sweep_claims(self, committed: set[int]) -> None:

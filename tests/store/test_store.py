@@ -27,6 +27,7 @@ from batchjob.records import Completion
 from batchjob.store import Counts, FsOps, Store
 from batchjob.store.attempts import attempt_record
 from batchjob.store.commit import PartTables
+from batchjob.store.fsops import storage_error
 from batchjob.store.layout import Layout
 from batchjob.store.parts import BadPartError
 from batchjob.store.wal import log_name
@@ -757,3 +758,64 @@ def test_descriptors_and_memory_are_given_back(kit: Any, output: Path) -> None:
     store = kit.Job().run(output, plan)
     assert len(os.listdir("/proc/self/fd")) == before
     assert store._context.memory.used == 0
+
+
+# -- mounts, and files that nobody needs any more
+
+
+def test_data_on_another_file_system_is_told_at_the_start(kit: Any, output: Path) -> None:
+    class TwoMounts(FsOps):
+        def rename(self, source: Path, target: Path) -> None:
+            if source.parent.name == "tmp" and target.parent.name == "data":
+                raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(source))
+            super().rename(source, target)
+
+    plan = kit.make_plan(6, 3)
+    store = Store.create(output, kit.make_manifest(plan), plan, fs=TwoMounts())
+    with pytest.raises(OutputCreateError, match="on two file systems"):
+        store.start_attempt({})
+    assert not os.listdir(output / "data")
+
+
+def test_a_finished_job_keeps_no_file_of_a_loser_that_nobody_knows(kit: Any, output: Path) -> None:
+    plan = kit.make_plan(6, 3)
+    store = started(kit, output, plan)
+    kit.finish_chunk(store, 0)
+    left = [Layout(output).part_tmp(index, "20260101T000000-elsewhere-7-abcdef01", trial=index) for index in (0, 1)]
+    for path in left:
+        path.write_bytes(b"PAR1")
+    kit.finish_chunk(store, 1)
+    assert all(path.exists() for path in left)
+    store.finish()
+    assert not os.listdir(Layout(output).tmp)
+
+
+def test_a_loser_whose_file_was_swept_gives_way(kit: Any, output: Path) -> None:
+    plan = kit.make_plan(3, 3)
+    first = started(kit, output, plan)
+
+    class Swept(FsOps):
+        def link(self, source: Path, target: Path) -> None:
+            if not target.exists():
+                kit.finish_chunk(first, 0)
+                first.finish()
+            super().link(source, target)
+
+    second = Store.open(output, fs=Swept())
+    second.start_attempt({})
+    assert not kit.finish_chunk(second, 0).won
+
+
+@pytest.mark.parametrize(
+    ("number", "words", "code"),
+    [
+        (errno.EROFS, "mounted read-only", 74),
+        (errno.ESTALE, "a new mount", 75),
+        (errno.ENOTCONN, "its mount has gone", 75),
+        (errno.EXDEV, "on one file system", 74),
+    ],
+)
+def test_a_mount_that_fails_is_named(number: int, words: str, code: int) -> None:
+    error = storage_error(OSError(number, os.strerror(number)), "writing", Path("/out/.batchjob/wal"))
+    assert words in str(error)
+    assert error.exit_code == code
