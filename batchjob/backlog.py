@@ -110,9 +110,10 @@ class Backlog:
         try:
             while self._rows:
                 chunk, completion = self._rows[0]
-                chunk.add(completion)
+                if not chunk.closed:  # else its rows are not those of the plan
+                    chunk.add(completion)
                 self._rows.popleft()
-                if chunk.is_complete():
+                if not chunk.closed and chunk.is_complete():
                     self._complete.append(chunk)
             while self._complete:
                 self._commit(self._complete[0])

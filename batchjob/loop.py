@@ -205,7 +205,8 @@ class Loop:
             return self._feeder.poll(timeout)
         except InputMissingError:  # rows of the chunk that was being read may be of another content than planned
             for index in self._feeding:
-                self._open[index].disown()
+                if (chunk := self._open.get(index)) is not None:  # it may be committed before its last batch
+                    chunk.disown()
             raise
 
     def _take_batches(self, batches: Iterable[FedBatch], requests: list[Request]) -> None:

@@ -18,6 +18,7 @@ class Chunk:
     def __init__(self, store: Store, num_rows: int) -> None:
         self.store, self.num_rows = store, num_rows
         self.rows: list[int] = []
+        self.closed = False
 
     def add(self, completion: Completion) -> None:
         self.store.use()
@@ -167,3 +168,12 @@ def test_other_errors_are_not_waited_for(clock: Clock) -> None:
     bench.store.full, bench.store.error = True, StorageError("I/O error")
     with pytest.raises(StorageError):
         bench.add(Chunk(bench.store, 2), 0)
+
+
+def test_rows_of_a_disowned_chunk_are_dropped() -> None:
+    bench = Bench()
+    chunk = Chunk(bench.store, 1)
+    chunk.closed = True
+    bench.add(chunk, 0)
+    bench.backlog.close()
+    assert (chunk.rows, bench.committed) == ([], [])
