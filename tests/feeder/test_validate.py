@@ -26,7 +26,12 @@ WriteJsonl = Callable[[Path, Iterable[Any]], Path]
 def check(path: Path, *, max_model_len: int = 40, tokenizer: Path | None = None, **options: Any) -> Report:
     model = None if tokenizer is None else SimpleNamespace(path=str(tokenizer))
     settings: Any = SimpleNamespace(
-        model=model, sampling=SamplingParams(), max_model_len=max_model_len, vocab_size=65_536
+        model=model,
+        sampling=SamplingParams(),
+        max_model_len=max_model_len,
+        vocab_size=65_536,
+        has_chat_template=True,
+        special_tokens=dict,
     )
     return validate_job(JobSpec(input=(str(path),), **options), settings)
 
