@@ -147,6 +147,7 @@ def extend(spec: JobSpec, store: Store, source: PromptSource | None, echo: Echo)
 
     Raises InputDataError where the new files do not fit the job's columns or prompts.
     """
+    from batchjob.io.answers import is_part_of
     from batchjob.io.extension import plan_extension
 
     if source is None:
@@ -155,6 +156,9 @@ def extend(spec: JobSpec, store: Store, source: PromptSource | None, echo: Echo)
         )
     while new := find_new_inputs(spec, store.plan, lambda line: None)[0]:
         started = time.monotonic()
+        for file in new:
+            if file.format == "parquet" and is_part_of(file.path, store.manifest.job_id):
+                raise InputDataError(f"{file.path} is a copy of answers of this very job: leave it out of --input")
         planned = plan_extension(spec, store.plan, new, num_workers_hint=spec.num_shards)
         if planned.plan.num_rows:
             _check_prompts(spec, source, planned, store.manifest.resolved["columns"], new)

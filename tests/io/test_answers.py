@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchjob
-from batchjob.errors import InputMissingError, UsageError
+from batchjob.errors import InputDataError, InputMissingError, UsageError
 from batchjob.io.inputs import find_inputs
 
 
@@ -48,6 +48,15 @@ def test_links_to_answers_are_seen_through(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "out" / "data")
     with pytest.raises(UsageError, match="never its input"):
         find_inputs([str(tmp_path / "link")], str(tmp_path / "out"))
+
+
+def test_a_copy_of_own_answers_is_refused(tmp_path: Path) -> None:
+    make_input(tmp_path / "in")
+    run(tmp_path / "in", tmp_path / "out")
+    part = next((tmp_path / "out" / "data").iterdir())
+    (tmp_path / "in" / "copy.parquet").write_bytes(part.read_bytes())
+    with pytest.raises(InputDataError, match=r"copy\.parquet is a copy of answers of this very job"):
+        run(tmp_path / "in", tmp_path / "out", extend=True)
 
 
 def test_answers_of_another_job_are_read_where_they_are_named(tmp_path: Path) -> None:
