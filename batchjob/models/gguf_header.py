@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from batchjob.errors import UnsupportedModelError
+from batchjob.models.pointers import refuse_pointer
 
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
@@ -68,6 +69,7 @@ class _Reader:
 
 def check_header(path: Path) -> None:
     """Raises UnsupportedModelError unless the header is sound and fits into the file."""
+    refuse_pointer(path)
     size = path.stat().st_size
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":

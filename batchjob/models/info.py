@@ -12,6 +12,7 @@ from typing import Any
 
 from batchjob.errors import UnsupportedModelError
 from batchjob.models import tokenizer_files
+from batchjob.models.pointers import refuse_pointer
 from batchjob.models.weights import Weights, read_weights, unused_weights, weights_stamp
 
 _MAX_CONFIG_BYTES = 16 * 2**20
@@ -111,6 +112,7 @@ def _config_digest(config: Mapping[str, Any]) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of bounded size. Raises UnsupportedModelError."""
+    refuse_pointer(path)
     try:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
             raise UnsupportedModelError(f"{path} is larger than {_MAX_CONFIG_BYTES} bytes, so it is no configuration")

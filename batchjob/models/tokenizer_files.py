@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from batchjob.errors import UnsupportedModelError
+from batchjob.models.pointers import refuse_pointer
 
 _TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 # The file names that a tokenizer of Transformers is made of.
@@ -28,6 +29,7 @@ def digest(directory: Path, tokenizer_config: Mapping[str, Any]) -> str:
     state.update(json.dumps(settings, sort_keys=True).encode())
     for path in sorted(directory.iterdir()):
         if _FILES.fullmatch(path.name) and path.name != "tokenizer_config.json" and path.is_file():
+            refuse_pointer(path)
             content = path.read_bytes()
             state.update(f"\n{path.name} {len(content)}\n".encode())
             state.update(content)
@@ -55,6 +57,7 @@ def template_digest(directory: Path, tokenizer_config: Mapping[str, Any]) -> str
     if files:
         state = hashlib.sha256()
         for path in files:
+            refuse_pointer(path)
             content = path.read_bytes()
             state.update(content if path.name == _TEMPLATE else f"\n{path.name} {len(content)}\n".encode() + content)
         return state.hexdigest()
@@ -111,6 +114,7 @@ def _text(value: Any) -> str | None:
 
 
 def _load(path: Path) -> dict[str, Any]:
+    refuse_pointer(path)
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

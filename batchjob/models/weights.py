@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from batchjob.errors import UnsupportedModelError
+from batchjob.models.pointers import refuse_pointer
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100 * 2**20  # the official parser's own limit
@@ -188,6 +189,7 @@ def _indexed_files(path: Path) -> list[str]:
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    refuse_pointer(path)
     size = path.stat().st_size
     with path.open("rb") as file:
         header_len = int.from_bytes(file.read(8), "little")

@@ -47,6 +47,16 @@ def test_a_directory_is_read_without_being_loaded(tmp_path: Path) -> None:
     assert (info.max_model_len, info.eos_token_ids, info.checkpoint_dtype) == (128, (2,), "bfloat16")
 
 
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja", "m.gguf"]
+)
+def test_a_git_lfs_pointer_is_named_as_what_it_is(tmp_path: Path, name: str) -> None:
+    model = make_model(tmp_path / "m")
+    (model / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n")
+    with pytest.raises(UnsupportedModelError, match=r"Git LFS pointer.*git lfs pull"):
+        resolve_model(str(model / name if name.endswith("gguf") else model))
+
+
 def test_end_tokens_are_those_of_all_three_files_together(tmp_path: Path) -> None:
     model = make_model(
         tmp_path,
