@@ -374,11 +374,18 @@ def flag(name: str) -> str:
     return ("--no-" if name in NEGATED else "--") + name.replace("_", "-")
 
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # a Path has one slash left of two
 
 
 def refuse_url(path: str | Path, name: str) -> None:
-    """Raises UsageError for a URL where a local path is wanted: it would become a local directory of that name."""
+    """Raises UsageError for a URL where a local path is wanted: it would become a local directory of that name. The
+    same for a newline or another control character, which breaks every command and script that names the path."""
+    if (bad := _CONTROL.search(str(path))) is not None:
+        raise UsageError(
+            f"{name} {str(path)!r} has a control character ({bad.group()!r}): often a mistake in quoting. Choose a path "
+            "without, or rename the directory if it is there already"
+        )
     if _URL.match(str(path)):
         scheme = str(path).partition(":")[0]
         remedy = "leave the scheme out" if scheme == "file" else "use a local path and copy what is in it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -112,10 +113,10 @@ class RunResult:
         lines.append(f"  output      {self.output}/data")
         if not self.job_complete and self.stopped_by is None:
             lines.append("  note        other shards of this job still have rows to do: `batchjob status` shows them")
-        quoted = shlex.quote(self.output)
-        code = f"import pyarrow.parquet as pq; print(pq.read_table('{self.output}/data').slice(0, 3).to_pylist())"
-        lines.append(f'  read it     python -c "{code}"')
-        lines.append(f"  or merge    batchjob merge {quoted} answers.jsonl")
+        literal = json.dumps(f"{self.output}/data", ensure_ascii=False)  # is Python, too
+        code = f"import pyarrow.parquet as pq; print(pq.read_table({literal}).slice(0, 3).to_pylist())"
+        lines.append(f"  read it     python -c {shlex.quote(code)}")
+        lines.append(f"  or merge    batchjob merge {shlex.quote(self.output)} answers.jsonl")
         if self.input_damaged:
             lines.append("  exit 65     an input file is damaged and its last rows are missing: see error_message")
         if self.too_many_errors:

@@ -203,7 +203,13 @@ class ParallelRunner:
         # Each rank has its share of the threads.
         config = replace(config, num_threads=max(1, (config.num_threads or self._num_threads) // size))
         check_plan(Path(source), load_config(Path(source)), size)
-        self._directory = Path(tempfile.mkdtemp(prefix="batchjob-"))
+        try:
+            self._directory = Path(tempfile.mkdtemp(prefix="batchjob-"))
+        except OSError as error:
+            raise EngineError(
+                f"there is no place for the temporary files through which processes meet ({error.strerror or error}). "
+                "Set TMPDIR to a directory that can be written to"
+            ) from error
         self._group: Group | None = None
         self._runner: TorchRunner | None = None
         self._followers = Followers(str(source), config, device, self._directory / "meeting")

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import IO
 from zlib import crc32
 
+from batchjob.errors import StorageError
+
 MAX_EXAMPLES = 5
 
 
@@ -41,7 +43,13 @@ class DuplicateFinder:
 
     def _spill(self) -> None:
         if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="batchjob-ids-")
+            try:
+                self._folder = tempfile.TemporaryDirectory(prefix="batchjob-ids-")
+            except OSError as error:
+                raise StorageError(
+                    f"there is no place for temporary files, which so many ids need ({error.strerror or error}). Set "
+                    "TMPDIR to a directory that can be written to"
+                ) from error
             names = [Path(self._folder.name) / str(index) for index in range(self._num_files)]
             self._files = [name.open("w+", encoding="utf-8") for name in names]
         for key, where in self._keys:
