@@ -75,6 +75,51 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+# What the attention of others has that is not in it: see `attention`, `load_check` and `model`.
+_PLAIN = {k: v for k, v in _LLAMA.items() if k not in ("intermediate_size", "num_key_value_heads")}
+UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
+    # The module with the last hidden states is not the base model.
+    "opt": ("OPTConfig", {**_PLAIN, "ffn_dim": 48, "word_embed_proj_dim": 32}),
+    # Counts positions itself.
+    "bart": (
+        "BartConfig",
+        {**_PLAIN, "d_model": 32, "decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 48},
+    ),
+    # Drops keyword arguments on the way to its attention function.
+    "stablelm": ("StableLmConfig", _LLAMA),
+    # Values of another size than keys.
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            **{k: v for k, v in _LLAMA.items() if k != "num_key_value_heads"},
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 6,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    # Its window is in the mask alone.
+    "qwen2_moe_window": (
+        "Qwen2MoeConfig",
+        {
+            **_LLAMA,
+            **_MOE,
+            "shared_expert_intermediate_size": 24,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "max_window_layers": 1,
+        },
+    ),
+}
+
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": (
         "Qwen3NextConfig",
