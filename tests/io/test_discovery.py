@@ -337,13 +337,11 @@ def test_a_file_that_vanishes_while_it_is_planned_is_exit_66(
     from batchjob.io import planner
 
     path = write("a.jsonl", ROW)
-    monkeypatch.setattr(planner, "find_inputs", lambda _: ([detect(str(path))], []))
-    find = planner.find_inputs
 
-    def gone(patterns: Any) -> Any:
-        files = find(patterns)
+    def gone(*_: Any) -> Any:
+        files = [detect(str(path))]
         path.unlink()
-        return files
+        return files, []
 
     monkeypatch.setattr(planner, "find_inputs", gone)
     with pytest.raises(InputMissingError, match=r"a\.jsonl"):
