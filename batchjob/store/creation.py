@@ -119,19 +119,23 @@ def load_output(fs: FsOps, output: Path) -> tuple[Manifest, Plan]:
 
 
 def refuse_foreign_state(fs: FsOps, output: Path) -> None:
-    """Raises OutputCreateError for a state directory that another user made: in a directory that anybody may write to,
-    it says what they want. Root trusts whom it was sent to; BATCHJOB_TRUST_OUTPUT=1 trusts the owner."""
-    state = Layout(output).state
-    try:
-        owner = fs.stat(state).st_uid
-    except OSError:
-        return  # whoever reads it next says what is wrong
-    me = os.geteuid()
-    if owner not in (me, 0) and me != 0 and os.environ.get("BATCHJOB_TRUST_OUTPUT") != "1":
-        raise OutputCreateError(
-            f"{state} belongs to another user (uid {owner}), who decides what is in it. If you work on one job with "
-            "them, set BATCHJOB_TRUST_OUTPUT=1; otherwise choose another --output."
-        )
+    """Raises OutputCreateError for a state directory, or one in it, that another user made: it says what they want.
+    From then on `fs` reads no file of another user, which a directory that others may write to can hold. Root trusts
+    whom it was sent to; BATCHJOB_TRUST_OUTPUT=1 trusts all who may write there."""
+    me, layout = os.geteuid(), Layout(output)
+    if me == 0 or os.environ.get("BATCHJOB_TRUST_OUTPUT") == "1":
+        return
+    for path in (layout.state, *layout.directories):
+        try:
+            status = fs.stat(path)
+        except OSError:
+            continue  # whoever reads it next says what is wrong
+        if status.st_uid not in (me, 0):
+            raise OutputCreateError(
+                f"{path} belongs to another user (uid {status.st_uid}), who decides what is in it. If you work on one "
+                "job with them, set BATCHJOB_TRUST_OUTPUT=1; otherwise choose another --output."
+            )
+    fs.owners = frozenset((me, 0))
 
 
 def exists(fs: FsOps, output: Path) -> bool:

@@ -46,7 +46,12 @@ _PERMISSIONS = "Check its permissions"
 
 
 class FsOps:
-    """The real file system. Paths are absolute; files are created with O_EXCL only, never opened for truncation."""
+    """The real file system. Paths are absolute; files are created with O_EXCL only, never opened for truncation.
+
+    `owners`: the users whose files are read; None for those of everybody.
+    """
+
+    owners: frozenset[int] | None = None
 
     @cached_property
     def _anchors(self) -> Anchors:
@@ -146,12 +151,17 @@ class FsOps:
 
     def open_read(self, path: Path) -> BinaryIO:
         """Opens a regular file. A symbolic link is refused (ELOOP): what lies there is ours or nothing. So is a pipe or
-        a device (EINVAL), which one could wait on for ever."""
+        a device (EINVAL), which one could wait on for ever, and a file of somebody who is not of `owners` (EPERM)."""
         with self._anchors.parent_of(path) as (parent, name):
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=parent)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
             os.close(fd)
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        if self.owners is not None and status.st_uid not in self.owners:
+            os.close(fd)
+            whose = f"it belongs to another user, uid {status.st_uid}; BATCHJOB_TRUST_OUTPUT=1 trusts all"
+            raise OSError(errno.EPERM, whose, str(path))
         return os.fdopen(fd, "rb")
 
     # -- made of the above

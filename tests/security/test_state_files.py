@@ -222,6 +222,23 @@ def test_the_state_of_another_user_is_not_trusted(layout: Layout, source: Path, 
     assert run_job(source, chunk_rows=10)[0].job_complete
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("planted", ["log", "directory"])
+def test_a_log_of_another_user_is_not_read(
+    layout: Layout, source: Path, run_job: Run, monkeypatch: Any, planted: str
+) -> None:
+    layout.part(1).unlink()
+    layout.chunk_wal(1).mkdir()
+    log = layout.chunk_wal(1) / "planted.log"
+    log.write_bytes(b"")
+    os.chown(log if planted == "log" else layout.wal, 4321, -1)
+    monkeypatch.setattr("os.geteuid", lambda: 1234)
+    with pytest.raises(BatchJobError, match=r"another user.*4321.*BATCHJOB_TRUST_OUTPUT"):
+        run_job(source, chunk_rows=10)
+    monkeypatch.setenv("BATCHJOB_TRUST_OUTPUT", "1")
+    assert run_job(source, chunk_rows=10)[0].job_complete
+
+
 def test_names_are_made_of_numbers_only(tmp_path: Path, run_job: Run) -> None:
     """Ids such as paths, NULs and four thousand characters are data."""
     ids = ["../../x", "/etc/passwd", "a\0b", "x" * 4000, "con", "..", "\u202e.txt", ""]
