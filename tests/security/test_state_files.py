@@ -122,11 +122,13 @@ def test_a_hostile_plan(layout: Layout, source: Path, run_job: Run, what: int) -
 def test_a_plan_cannot_name_a_file_that_the_user_did_not(
     layout: Layout, tmp_path: Path, source: Path, run_job: Run
 ) -> None:
-    """Whatever a plan says, only what --input names is read."""
+    """Whatever a plan says, only what --input names is read: here taken for a file that was moved, and compared."""
     secret = tmp_path / "secret.jsonl"
     secret.write_bytes(source.read_bytes())
+    secret.chmod(0)
     plan = Store.open(layout.root).plan
     put_plan(layout, replace(plan, files=(replace(plan.files[0], path=str(secret)),)))
+    source.write_bytes(source.read_bytes().replace(b"row", b"sum"))
     with pytest.raises(batchjob.InputMissingError):
         run_job(source, chunk_rows=10)
 
