@@ -76,6 +76,8 @@ def _zeroed(function: Any) -> Any:
 
 
 class NoText:
+    special_tokens = ()
+
     def decode(self, ids: list[int]) -> str:
         return ""
 

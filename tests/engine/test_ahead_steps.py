@@ -28,6 +28,8 @@ BLOCK_SIZE = 4
 
 
 class Letters:
+    special_tokens = ()
+
     def decode(self, ids: list[int]) -> str:
         return "".join(chr(32 + token) for token in ids)
 

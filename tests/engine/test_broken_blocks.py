@@ -25,6 +25,8 @@ CPU = torch.device("cpu")
 
 
 class NoText:
+    special_tokens = ()
+
     def decode(self, ids: list[int]) -> str:
         return ""
 

@@ -21,6 +21,8 @@ EXPECTED_TOKENS = 16
 
 
 class Ids:
+    special_tokens = ()
+
     def decode(self, ids: list[int]) -> str:
         return " ".join(map(str, ids))
 

@@ -40,6 +40,8 @@ def test_sizes_reach_the_largest_batch_with_little_padding(max_num_seqs: int) ->
 
 
 class NoText:
+    special_tokens = ()
+
     def decode(self, ids: list[int]) -> str:
         return ""
 

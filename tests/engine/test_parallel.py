@@ -37,6 +37,8 @@ def _one_thread() -> None:
 
 
 class Letters:
+    special_tokens = ()
+
     def decode(self, ids: list[int]) -> str:
         return "".join(chr(32 + token) for token in ids)
 
