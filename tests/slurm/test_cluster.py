@@ -98,7 +98,8 @@ class Job:
         """Whether this start of a task has finished rows that are not in a part yet."""
         for path in (self.output / ".batchjob" / "wal").glob("*/*.log"):
             try:
-                record = json.loads((self.output / ".batchjob" / "attempts" / f"{path.stem}.json").read_text())
+                attempt = path.name.partition(".")[0]
+                record = json.loads((self.output / ".batchjob" / "attempts" / f"{attempt}.json").read_text())
             except (OSError, ValueError):
                 continue
             if record.get("slurm") == {"task": name, "restart": restart}:
