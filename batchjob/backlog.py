@@ -116,7 +116,8 @@ class Backlog:
                 if not chunk.closed and chunk.is_complete():
                     self._complete.append(chunk)
             while self._complete:
-                self._commit(self._complete[0])
+                if not self._complete[0].closed:  # as above
+                    self._commit(self._complete[0])
                 self._complete.popleft()
             if self._must_flush:
                 self._store.flush()

@@ -35,12 +35,13 @@ def find_new_inputs(spec: JobSpec, plan: Plan, echo: Echo) -> tuple[list[FoundFi
     for line in warnings:
         echo(f"warning: {line}")
     given = plan
-    plan = _follow(plan, found, echo)
+    plan = _follow(plan, found, echo, spec.max_row_bytes)
     planned = [file.path for file in plan.files]
     if spec.limit is not None:
         found = found[: len(planned)]  # files past the limit are not part of the job
     paths = [file.path for file in found]
-    if gone := sorted(set(planned).difference(paths)):
+    again = _second_names(planned, paths)
+    if gone := sorted(set(planned).difference(paths, again)):
         raise InputMissingError(
             f"input file {gone[0]} is part of this job but not of --input: add it. A file that was moved "
             "may be given by its new path, as long as it holds the same bytes"
@@ -52,19 +53,32 @@ def find_new_inputs(spec: JobSpec, plan: Plan, echo: Echo) -> tuple[list[FoundFi
             f"input file {new[0].path} was not there when this job was planned: --extend adds it to the job; or give "
             "another --output, or leave it out"
         )
-    if plan == given and not plan.num_extensions and [path for path in paths if path in known] != planned:
+    if (
+        plan == given
+        and not plan.num_extensions
+        and [path for path in paths if path in known] != [path for path in planned if path not in again]
+    ):
         raise InputMissingError("the input files come in another order than planned; give --input in the old order")
     files = []
     for index, file in enumerate(plan.files):
         stat = check_size(file)
-        if warning := _changes(plan, index, file):
+        if warning := _changes(plan, index, file, spec.max_row_bytes):
             echo(f"warning: {warning}")
         # Compared now, so what reads the rows later need not do so again unless the times change once more.
         files.append(replace(file, mtime_ns=stat.st_mtime_ns, ctime_ns=stat.st_ctime_ns))
     return new, replace(plan, files=tuple(files))
 
 
-def _changes(plan: Plan, index: int, file: InputFile) -> str | None:
+def _second_names(planned: Sequence[str], paths: Sequence[str]) -> set[str]:
+    """Planned paths that are other names of files in `paths`: earlier versions read such a file once for each name."""
+    missing = [path for path in set(planned).difference(paths) if os.path.exists(path)]
+    if not missing:
+        return set()
+    there = {(found.st_dev, found.st_ino) for found in map(os.stat, paths)}
+    return {path for path in missing if ((found := os.stat(path)).st_dev, found.st_ino) in there}
+
+
+def _changes(plan: Plan, index: int, file: InputFile, max_row_bytes: int) -> str | None:
     """As `check_unchanged`, which knows the ends of a JSONL file that is not read whole; its rows are compared here."""
     from batchjob.io.inputs import check_unchanged
     from batchjob.io.reader import InputReader
@@ -72,7 +86,7 @@ def _changes(plan: Plan, index: int, file: InputFile) -> str | None:
     warning = check_unchanged(file)
     if warning is None or not _has_lines(plan, index):
         return warning
-    with closing(InputReader(plan)) as reader:
+    with closing(InputReader(plan, max_row_bytes=max_row_bytes)) as reader:
         reader.compare(plan.chunks, index)
     return f"{file.path} has a new modification time but the same content, as far as this job reads it"
 
@@ -84,27 +98,29 @@ def _has_lines(plan: Plan, index: int) -> bool:
     )
 
 
-def _follow(plan: Plan, found: Sequence[FoundFile], echo: Echo) -> Plan:
+def _follow(plan: Plan, found: Sequence[FoundFile], echo: Echo, max_row_bytes: int) -> Plan:
     """The plan with new paths for files that are given by another one: the same file, or one with the same bytes."""
     given = {file.path for file in found}
     gone = [index for index, file in enumerate(plan.files) if file.path not in given]
     if not gone:
         return plan
     planned = {file.path for file in plan.files}
-    free = {file.path: os.path.getsize(file.path) for file in found if file.path not in planned}
+    free: dict[int, dict[str, None]] = {}  # size -> paths
+    for path in given - planned:
+        free.setdefault(os.path.getsize(path), {})[path] = None
     files = list(plan.files)
     known: dict[tuple[str, str], str] = {}
     lines: list[str] = []
     for index in gone:
         file = files[index]
         name = os.path.basename(file.path)
-        candidates = [path for path, size in free.items() if size == file.size]
+        candidates = free.get(file.size, {})
         for path in sorted(candidates, key=lambda path: (os.path.basename(path) != name, path)):
-            moved = _moved(plan, index, path, known)
+            moved = _moved(plan, index, path, known, max_row_bytes)
             if moved is not None:
                 lines.append(f"{path} is read in place of {file.path}: it holds the same")
                 files[index] = moved
-                del free[path]
+                del candidates[path]
                 break
     if lines:
         more = f" (and {counted(len(lines) - 1, 'file')} more like it)" if len(lines) > 1 else ""
@@ -112,7 +128,9 @@ def _follow(plan: Plan, found: Sequence[FoundFile], echo: Echo) -> Plan:
     return replace(plan, files=tuple(files))
 
 
-def _moved(plan: Plan, index: int, path: str, known: dict[tuple[str, str], str]) -> InputFile | None:
+def _moved(
+    plan: Plan, index: int, path: str, known: dict[tuple[str, str], str], max_row_bytes: int
+) -> InputFile | None:
     """The planned file at another path of its size, if that holds the same bytes. `known` keeps digests of paths."""
     from batchjob.io.inputs import WHOLE, digest
     from batchjob.io.names import partition_values
@@ -133,7 +151,7 @@ def _moved(plan: Plan, index: int, path: str, known: dict[tuple[str, str], str])
         return None
     if how == "ends":
         elsewhere = replace(plan, files=(*plan.files[:index], moved, *plan.files[index + 1 :]))
-        with closing(InputReader(elsewhere)) as reader:
+        with closing(InputReader(elsewhere, max_row_bytes=max_row_bytes)) as reader:
             try:
                 reader.compare(plan.chunks, index)
             except InputMissingError:

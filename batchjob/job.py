@@ -173,7 +173,7 @@ def _create(spec: JobSpec, output: Path, echo: Echo, asked: JobSpec, check: Call
         config = prompt_config(spec, settings, source, clock)
         columns = list(planned.columns)
         for warning in check_first_rows(plan, config, tokenizer, columns, max_row_bytes=spec.max_row_bytes):
-            echo(f"warning: {printable(warning)}")
+            echo(f"warning: {printable(warning, limit=2000)}")
     chunk_rows = max((chunk.num_rows for chunk in plan.chunks), default=0)
     manifest = Manifest.new(
         plan,

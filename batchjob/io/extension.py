@@ -6,14 +6,16 @@ The columns of a job and their types are fixed when it is made; what would not f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 
 import pyarrow as pa
 
-from batchjob.errors import InputDataError
+from batchjob.errors import InputDataError, InputMissingError
 from batchjob.io.columns import is_of_folders, look
 from batchjob.io.formats import FoundFile
 from batchjob.io.planner import PlanResult, plan_files
+from batchjob.io.reader import InputReader
 from batchjob.io.unify import is_certain, join
 from batchjob.plan import Chunk, Plan
 from batchjob.spec import JobSpec
@@ -27,7 +29,7 @@ def plan_extension(spec: JobSpec, plan: Plan, new: Sequence[FoundFile], *, num_w
     """
     found = plan_files(replace(spec, limit=None), new, num_workers_hint=num_workers_hint, carried=plan.columns)
     names = ", ".join(file.path for file in found.plan.files[:3]) + (" ..." if len(found.plan.files) > 3 else "")
-    _check_columns(plan, found, names)
+    _check_columns(plan, found, names, spec.max_row_bytes)
     num_files, num_chunks, num_rows = len(plan.files), len(plan.chunks), plan.num_rows
     chunks = tuple(
         Chunk(
@@ -44,7 +46,7 @@ def plan_extension(spec: JobSpec, plan: Plan, new: Sequence[FoundFile], *, num_w
     )
 
 
-def _check_columns(plan: Plan, found: PlanResult, names: str) -> None:
+def _check_columns(plan: Plan, found: PlanResult, names: str, max_row_bytes: int) -> None:
     """A carried column that the new files lack is null there; one of another type cannot be stored."""
     have = _schema(found.plan)
     for field in _schema(plan):
@@ -53,7 +55,11 @@ def _check_columns(plan: Plan, found: PlanResult, names: str) -> None:
             continue
         new_kind, new_type = found.columns[field.name], have.field(field.name).type
         if is_of_folders(field) and is_of_folders(have.field(field.name)) and pa.types.is_string(field.type):
-            continue  # a folder's value is text first
+            if not pa.types.is_string(
+                have.field(field.name).type
+            ):  # a folder's value is text first, a row's may not be
+                _look_at_rows(plan, found, field, max_row_bytes)
+            continue
         if new_kind != kind or join(field.type, new_type) != field.type:
             new_name = "of mixed or nested type" if new_kind == "json" else str(new_type)
             raise InputDataError(
@@ -63,6 +69,25 @@ def _check_columns(plan: Plan, found: PlanResult, names: str) -> None:
         if kind == "parquet" and not is_certain(new_type, field.type):
             for file in found.plan.files:
                 look(file.path, field.name, field.type, "run a new job with another --output")
+
+
+def _look_at_rows(plan: Plan, found: PlanResult, field: pa.Field, max_row_bytes: int) -> None:
+    """Reads one column of the new files as the job will. Raises InputDataError where a row has another type."""
+    alone = replace(
+        found.plan,
+        columns={field.name: plan.columns[field.name]},
+        arrow_schema=pa.schema([field]).serialize().to_pybytes(),
+    )
+    with closing(InputReader(alone, max_row_bytes=max_row_bytes)) as reader:
+        for chunk in alone.chunks:
+            try:
+                reader.carried(chunk)
+            except InputMissingError as error:
+                path = alone.files[chunk.segments[0].file_index].path
+                raise InputDataError(
+                    f"column {field.name!r} is {field.type} in this job but not in all rows of the new files ({path} "
+                    "...). Convert it there, or run a new job with another --output."
+                ) from error
 
 
 def _schema(plan: Plan) -> pa.Schema:

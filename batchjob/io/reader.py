@@ -64,6 +64,8 @@ class InputReader:
         A JSON column holds the value's JSON text as it was written in the file.
         """
         if not self._schema.names:
+            for segment in chunk.segments:
+                self._checked(segment)
             return _no_columns(chunk.num_rows)
         tables = []
         for segment in chunk.segments:

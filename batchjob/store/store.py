@@ -187,6 +187,8 @@ class Store:
         `open_chunk`. Raises StorageError.
         """
         if not self._started:
+            with create_errors(self.output):
+                restore_directories(self._fs, self._layout)
             self.note_attempt({})
         won = publish_extension(self._context, self.plan, extension)
         _, self.plan = load_output(self._fs, self.output)
@@ -270,7 +272,12 @@ class Store:
         if chunk.index in self.committed():
             return Committed(chunk.index, 0, Counts(), won=False)
         with storage_errors("committing to", self._layout.data):
-            committed = commit_chunk(self._context, chunk, lambda: (), None)
+            try:
+                committed = commit_chunk(self._context, chunk, lambda: (), None)
+            except FileNotFoundError:  # whoever finished the job meanwhile has removed our temporary file
+                if chunk.index not in self.committed():
+                    raise
+                return Committed(chunk.index, 0, Counts(), won=False)
         self._on_commit(committed)
         return committed
 
@@ -297,6 +304,7 @@ class Store:
             "counts": counts.to_json(),  # of the output
         }
         with storage_errors("writing", self._layout.done):
+            restore_directories(self._fs, self._layout)  # of a job that had nothing left to start
             self._fs.fsync_dir(self._layout.data)
             data = json.dumps(done, indent=1).encode() + b"\n"
             self._fs.replace_file(self._layout.done, data, via=self._layout.tmp / f"done.{self.attempt}")

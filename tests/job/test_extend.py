@@ -337,3 +337,35 @@ def test_what_was_computed_from_a_changed_file_is_not_kept(
     assert [row["prompt"] for row in rows_of(tmp_path / "out")] == [
         json.loads(line)["prompt"] for line in old.splitlines()
     ][:1900]
+
+
+def test_rows_that_hold_another_type_than_the_folders_of_the_job_are_refused_at_once(nightly: Nightly) -> None:
+    (nightly.input / "b.jsonl").unlink()
+    for folder, rows in (("lang=de", [{"prompt": "old"}] * 3), ("lang=5", [{"prompt": "new", "lang": 7}] * 3)):
+        (nightly.input / folder).mkdir()
+        if folder == "lang=de":
+            nightly.add(f"{folder}/a.jsonl", rows)
+            assert nightly.run().job_complete
+        else:
+            nightly.add(f"{folder}/b.jsonl", rows)
+    with pytest.raises(batchjob.InputDataError, match="column 'lang' is string in this job but not in all rows"):
+        nightly.run()
+    (nightly.input / "lang=5" / "b.jsonl").unlink()
+    assert nightly.run().job_complete, "nothing of what was refused is left in the job"
+
+
+def test_a_limited_job_compares_its_rows_with_its_own_limit_of_their_size(nightly: Nightly) -> None:
+    nightly.add("b.jsonl", [{"prompt": "x" * 5000}, {"prompt": "short"}, {"prompt": "third"}])
+    settings: dict[str, Any] = {"extend": False, "limit": 2, "max_row_bytes": 1000, "max_error_rate": 1.0}
+    assert nightly.run(**settings).job_complete
+    os.utime(nightly.input / "b.jsonl")
+    assert nightly.run(**settings).job_complete
+
+
+def test_a_file_that_an_earlier_version_read_under_two_names_still_is(nightly: Nightly) -> None:
+    from batchjob.extend import _second_names
+
+    os.link(nightly.input / "b.jsonl", nightly.input / "c.jsonl")
+    planned = [str(nightly.input / name) for name in ("b.jsonl", "c.jsonl")]
+    assert _second_names(planned, planned[:1]) == {planned[1]}
+    assert _second_names([*planned, "/gone"], planned[:1]) == {planned[1]}

@@ -197,3 +197,18 @@ def test_a_tree_is_removed_with_the_links_in_it_and_not_what_they_lead_to(victim
     FsOps().remove_tree(tmp_path / "tree")
     assert not tree.is_symlink()
     assert snapshot(victim) == before
+
+
+def test_a_copy_without_empty_directories_of_a_job_that_has_only_its_end_left_is_finished(
+    kit: Any, output: Path
+) -> None:
+    plan = kit.make_plan(3, 3)
+    store = begin(kit, output, plan)
+    kit.finish_chunk(store, 0)
+    store.close()
+    for path in Layout(output).directories:
+        if not any(path.iterdir()):
+            path.rmdir()
+    again = Store.open(output)
+    again.committed()
+    assert again.finish()["num_parts"] == 1
