@@ -322,6 +322,7 @@ def _work(
         echo(_model_line(settings))
         tokenizer = load_tokenizer(job.tokenizer_name, job.tokenizer_digest)
         unknown = tokenizer.unknown_ids(settings.known_vocab_size or 0)
+        unknown = [token for token in unknown if token not in settings.eos_token_ids]  # a row must be able to end
         if len(unknown) > settings.vocab_size // 50:  # more than a vocabulary is padded by
             echo(
                 f"warning: the tokenizer has no token for {len(unknown):,} of the model's {settings.vocab_size:,} ids, "

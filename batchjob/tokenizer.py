@@ -307,7 +307,15 @@ class HFTokenizer:
 
     def unknown_ids(self, vocab_size: int) -> list[int]:
         known = set(self._tokenizer.get_vocab().values())
-        return [token for token in range(vocab_size) if token not in known]
+        unknown = [token for token in range(vocab_size) if token not in known]
+        # Of ids with the same text, get_vocab names one: the others stand for a token as well.
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if hasattr(backend, "id_to_token"):
+            return [token for token in unknown if backend.id_to_token(token) is None]
+        if len(known) < len(self._tokenizer):
+            first = max(len(self._tokenizer), max(known, default=-1) + 1)
+            return [token for token in unknown if token >= first]
+        return unknown
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         # A slow tokenizer puts spaces around the special tokens that it keeps, unless told not to.

@@ -30,7 +30,8 @@ from batchjob.models.weights import TensorPlace, locate_tensors
 
 # Buffers that older versions of Transformers saved with a model. They are made by its code and hold nothing learned.
 _OLD_BUFFERS = re.compile(
-    r"(^|\.)(attn|attention|self_attn)\.(masked_)?bias$|rotary_emb\.inv_freq$|(^|\.)position_ids$|^rope_freqs\.weight$"
+    r"(^|\.)(attn|attention|self_attn)\.(masked_)?bias$|rotary_(pos_)?emb\.(inv_freq|cos_cached|sin_cached)$"
+    r"|(^|\.)position_ids$|^rope_freqs\.weight$"
 )
 # What stands beside the language model in a checkpoint that also takes pictures or sound.
 _OTHER_PARTS = re.compile(r"(model\.)?(vision|visual|audio|speech|image|multi_modal|mm_|vq)\w*\.")

@@ -266,7 +266,8 @@ class Engine:
             return RowError("invalid_params", f"stop_token_ids has an id outside the vocabulary of {vocab_size}")
         if params.logit_bias and max(params.logit_bias)[0] >= vocab_size:
             return RowError("invalid_params", f"logit_bias has an id outside the vocabulary of {vocab_size}")
-        if unknown := next((token for token, _ in params.logit_bias if token in self._unknown_ids), None):
+        wanted = (token for token, bias in params.logit_bias if bias > 0 and token in self._unknown_ids)
+        if (unknown := next(wanted, None)) is not None:
             return RowError("invalid_params", f"logit_bias has the id {unknown}, which stands for no token")
         return None
 

@@ -172,7 +172,8 @@ class StopStrings:
     def _take(self, feed: Callable[[StopMatcher], StopMatch | None]) -> bool:
         found = [(is_special, match) for is_special, matcher in self._matchers if (match := feed(matcher)) is not None]
         if found:
-            self._match = max(found, key=lambda item: item[1].after)  # most text behind it: complete first
+            # Most text behind it: complete first. Of two at the same place, the longer.
+            self._match = max(found, key=lambda item: (item[1].after, item[1].before_end))
         return bool(found)
 
     def text(self, ids: list[int]) -> str:
