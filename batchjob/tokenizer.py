@@ -309,7 +309,7 @@ class HFTokenizer:
         known = set(self._tokenizer.get_vocab().values())
         unknown = [token for token in range(vocab_size) if token not in known]
         # Of ids with the same text, get_vocab names one: the others stand for a token as well.
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         if hasattr(backend, "id_to_token"):
             return [token for token in unknown if backend.id_to_token(token) is None]
         if len(known) < len(self._tokenizer):
