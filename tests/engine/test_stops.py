@@ -197,6 +197,10 @@ class TestSpecialTokens:
         assert self.outcome([4, 6, 1, 2, 3], "<|im|>user", "\n") == (" hi", True)
         assert self.outcome([4, 1, 2, 3, 6], "<|im|>user", "\n") == (" hi", True)
 
+    def test_of_two_that_are_complete_together_the_longest_counts_in_whichever_text_it_is(self) -> None:
+        assert self.outcome([4, 1, 2, 3], "<|im|>user", "er") == (" hi", True)
+        assert self.outcome([4, 1, 2, 3], " hi<|im|>user", "user") == ("", True)
+
     def test_an_ordinary_one_is_found_across_a_special_token_as_in_the_output(self) -> None:
         assert self.outcome([4, 2, 1, 3], "user") == (" hi", True)
 

@@ -136,3 +136,13 @@ def test_a_giant_text_never_reaches_the_tokenizer(
         prompt = builder(["prompt"], tokenizer, length_policy=policy).build(record(prompt=giant))
         assert 0 < len(prompt.token_ids) < 1000
     assert seen == [1_000_000, 1_000_000]
+
+
+def test_ids_that_share_their_text_stand_for_a_token_each(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = [("<unk>", 0.0), ("a", -1.0), ("b", -1.0), ("a", -2.0)]
+    backend = Tokenizer(models.Unigram(vocab, unk_id=0))
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).unknown_ids(7) == [4, 5, 6]
