@@ -161,9 +161,9 @@ class JobSpec:
     )
     attention_backend: str = _f(
         "auto",
-        "What computes attention: auto (triton on a GPU, gather on a CPU), or one of triton, flash, cuda, gather, fixed and "
+        "What computes attention: auto (triton on a GPU, gather on a CPU), or one of triton, flash, gather, fixed and "
         "reference; an error says why one cannot be used.",
-        choices=("auto", "triton", "flash", "cuda", "gather", "fixed", "reference"),
+        choices=("auto", "triton", "flash", "gather", "fixed", "reference"),
         section="engine",
     )
     cuda_graphs: bool = _f(True, "Replay decode steps as CUDA graphs.", section="engine")

@@ -37,7 +37,7 @@ def parts_for(shapes: Sequence[str], best: dict[str, Any], *, tiny: bool, on_cpu
     parts.append(
         Part(f"generate/{first}", "gpu_peers:generate", 0.1, 12, {}, {"shape": first, "workload": "published"})
     )
-    for backend in ("triton", "gather") if on_cpu else ("triton", "flash", "cuda"):
+    for backend in ("triton", "gather") if on_cpu else ("triton", "flash"):
         options = {"shape": shapes[-1], "backend": backend}
         share = 0.15 if backend == "triton" else 0.07
         parts.append(Part(f"attention, {backend}", "gpu_kernels:attention", share, 8, {}, options))
@@ -58,7 +58,6 @@ def _factors(shape: str, best: dict[str, Any], *, on_cpu: bool) -> list[Part]:
         "8 steps per launch": {"decode_steps_per_launch": 8},
         "async off": {"async_scheduling": False},
         "fuse off": {"fuse": False},
-        "cuda": {"attention_backend": "cuda"},
         "flash": {"attention_backend": "flash", "block_size": 256},
         "fp8 KV": {"kv_cache_dtype": "fp8"},
         "64 sequences": {"max_num_seqs": 64},

@@ -95,7 +95,7 @@ def _kernel_checks(task: Task) -> dict[str, Callable[[], Any]]:
     device, dtype = task.torch_device, getattr(torch, task.dtype_name)
     head_dim = 32 if task.tiny else 128
     checks: dict[str, Callable[[], Any]] = {}
-    for name in ("triton", "flash", "cuda", "gather"):
+    for name in ("triton", "flash", "gather"):
         for query_lens, label in (([1, 1, 1], "decode"), ([5, 1, 40], "mixed")):
             checks[f"{name} {label}"] = partial(_attention, name, query_lens, device, dtype, head_dim)
     fp8 = torch.float8_e4m3fn

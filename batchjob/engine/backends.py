@@ -14,10 +14,10 @@ from batchjob_kernels import Requirements, triton_here
 from batchjob_kernels.select import Selection, select
 
 # Backends that find lengths and block tables on the device, by slot; the others get lists.
-READ_DEVICE_LENS = {"triton", "cuda", "flash"}
+READ_DEVICE_LENS = {"triton", "flash"}
 # Backends that serve only blocks of a certain size, or are compiled for a size: at load they are tested with blocks of
 # the job's size, the others with small ones.
-HAVE_BLOCK_SIZES = {"triton", "cuda", "flash"}
+HAVE_BLOCK_SIZES = {"triton", "flash"}
 
 
 def choose_backend(
