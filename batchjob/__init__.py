@@ -30,7 +30,7 @@ from batchjob.errors import (
 from batchjob.spec import JobSpec, SamplingParams
 
 if TYPE_CHECKING:
-    from batchjob.job import run
+    from batchjob.job.run import run
 
 __version__ = "0.1.0"
 
@@ -58,7 +58,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "run":
-        from batchjob.job import run
+        from batchjob.job.run import run
 
         return run
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,8 +15,9 @@ from typing import Any
 
 import click
 
-from batchjob import __version__, console
+from batchjob import __version__
 from batchjob.errors import BatchJobError, StoppedEarlyError, UsageError
+from batchjob.report import console
 from batchjob.spec import JobSpec, flag, load_toml, spec_fields
 
 _TYPES: dict[str, Any] = {"str": str, "int": int, "float": float}
@@ -135,7 +136,7 @@ def run(job_file: str | None, no_supervisor: bool, **flags: Any) -> None:
         from batchjob.supervisor import supervise
 
         sys.exit(supervise(spec, echo=console.echo, debug=click.get_current_context().find_root().params["debug"]))
-    from batchjob.job import run as run_job
+    from batchjob.job.run import run as run_job
 
     sys.exit(run_job(spec, echo=console.echo).exit_code)
 
@@ -145,7 +146,7 @@ def run(job_file: str | None, no_supervisor: bool, **flags: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def validate(job_file: str | None, as_json: bool, **flags: Any) -> None:
     """Check a job without running it: bad rows, too-long rows, duplicate ids, token lengths, shared prefixes."""
-    from batchjob.job import validate as validate_job
+    from batchjob.job.run import validate as validate_job
 
     report = validate_job(_spec(job_file, flags))
     click.echo(json.dumps(report.to_dict(), indent=2, default=str) if as_json else console.safe(report.render()))
@@ -173,7 +174,7 @@ def slurm(job_file: str | None, **flags: Any) -> None:
 
     Takes the settings of `batchjob run`. --requeue is scontrol unless it is given.
     """
-    from batchjob.slurm.command import SlurmOptions, write_job
+    from batchjob.launch.slurm import SlurmOptions, write_job
 
     options = SlurmOptions(**{field.name: flags.pop(field.name) for field in fields(SlurmOptions)})
     if flags["num_shards"] is not None or flags["shard_id"] is not None:
@@ -188,8 +189,8 @@ def slurm(job_file: str | None, **flags: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def status(output: Path, as_json: bool) -> None:
     """Show how far a job is. Exit code 0 when it is complete, 75 when rows are missing."""
+    from batchjob.report.result import render_status, status_json
     from batchjob.store.status import job_status
-    from batchjob.summary import render_status, status_json
 
     state = job_status(output)
     click.echo(json.dumps(status_json(state), indent=2) if as_json else console.safe(render_status(state)))

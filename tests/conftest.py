@@ -165,12 +165,12 @@ from batchjob.engine import fake
 init, faults = fake.FakeRunner.__init__, {faults!r}
 fake.FakeRunner.__init__ = lambda self, *args, **more: init(self, *args, **{{**more, **faults}})
 {patch}
-from batchjob.worker import main
+from batchjob.supervisor.worker import main
 main()
 """
 _FAULTY_PROGRAM = """
 import sys
-from batchjob.supervisor import process
+from batchjob.supervisor import worker_process as process
 process.WORKER = (sys.executable, "-c", {worker!r})
 from batchjob.cli import main
 main()

@@ -78,7 +78,7 @@ def step_meta(
 
 def ops_for(device: torch.device) -> ModuleType:
     """The fused operations: Triton's, on any device where they can run."""
-    from batchjob_kernels import triton_ops
+    from batchjob_kernels.ops import triton as triton_ops
 
     return triton_ops
 
@@ -123,7 +123,7 @@ def make_sampler(
 ) -> Callable[[Tensor], Tensor]:
     """Draws for `count` rows with these settings: logits [count, vocab_size] -> tokens."""
     from batchjob.core.sequence import Sequence
-    from batchjob.engine.device_sampler import DeviceSampler
+    from batchjob.engine.sampling.device_sampler import DeviceSampler
     from batchjob.records import Request
     from batchjob.sampling import SamplingParams
 

@@ -23,7 +23,7 @@ from batchjob.bench.gpu_inputs import (
 from batchjob.bench.gpu_shapes import Shape
 from batchjob.bench.gpu_task import Report, Task
 from batchjob.bench.gpu_timing import seconds_per_call
-from batchjob_kernels.select import backend
+from batchjob_kernels.attention.select import backend
 
 _POOL_TOKENS = 1 << 20  # 4 GiB of keys and values in Qwen3's layers
 _MAX_TURNS = 32

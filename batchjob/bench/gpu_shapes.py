@@ -108,7 +108,7 @@ def build(
     kind of device. `attention` is the name of Transformers' attention function; by default the engine's own."""
     from transformers import AutoModelForCausalLM
 
-    from batchjob.engine.attention import ATTENTION_NAME, register
+    from batchjob.engine.model.attention_hook import ATTENTION_NAME, register
 
     register()
     with torch.device(device):

@@ -25,8 +25,9 @@ from batchjob.bench.gpu_task import Report, Task
 from batchjob.bench.limits import measure_device_limits
 from batchjob.bench.workload import NoText, Row, add_rows
 from batchjob.engine import Engine, EngineConfig
-from batchjob_kernels import reference, reference_ops
-from batchjob_kernels.select import BACKENDS, backend
+from batchjob_kernels.attention import reference
+from batchjob_kernels.attention.select import BACKENDS, backend
+from batchjob_kernels.ops import reference as reference_ops
 
 _PACKAGES = (
     "torch triton transformers numpy tokenizers safetensors pyarrow zstandard click jinja2 accelerate pytest".split()

@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 import torch
 
-from batchjob.core.plan import StepPlan
+from batchjob.core.step_plan import StepPlan
 from batchjob.engine import Capacity, Engine, EngineConfig
-from batchjob.engine.device_state import DeviceState
-from batchjob.engine.packing import Packer
-from batchjob.engine.step_inputs import InputBuilder
+from batchjob.engine.steps.device_state import DeviceState
+from batchjob.engine.steps.packing import Packer
+from batchjob.engine.steps.step_inputs import InputBuilder
 from batchjob.records import Request
 from batchjob.sampling import SamplingParams
 

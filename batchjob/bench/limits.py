@@ -29,7 +29,7 @@ def measure_limits() -> Limits:
     """Takes about two seconds. Uses all threads that PyTorch uses."""
     import torch
 
-    from batchjob.engine.fuse import pack_linear
+    from batchjob.engine.model.fuse import pack_linear
 
     rows, width = 512, 1024
     linear = torch.nn.Linear(width, width, bias=False)

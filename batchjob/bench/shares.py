@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from batchjob.engine.attention import StepContext
-from batchjob.engine.packed_linear import PackedLinear
-from batchjob.engine.sampler import Sampler
+from batchjob.engine.model.attention_hook import StepContext
+from batchjob.engine.model.packed_linear import PackedLinear
+from batchjob.engine.sampling.sampler import Sampler
 
 
 @dataclass(slots=True)

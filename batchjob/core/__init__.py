@@ -6,8 +6,8 @@ index below `max_num_seqs` that a running sequence keeps, for buffers with one r
 
 from batchjob.core.blocks import BlockPool
 from batchjob.core.order import ORDERS, arrange
-from batchjob.core.plan import Slice, StepPlan
 from batchjob.core.scheduler import Scheduler
 from batchjob.core.sequence import Sequence, SequenceState
+from batchjob.core.step_plan import Slice, StepPlan
 
 __all__ = ["ORDERS", "BlockPool", "Scheduler", "Sequence", "SequenceState", "Slice", "StepPlan", "arrange"]

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
-from batchjob.core.chain import Chain
+from batchjob.core.prefix_hash import Chain
 
 
 class BlockPool:

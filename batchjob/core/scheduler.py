@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections import deque
 
 from batchjob.core.blocks import BlockPool
-from batchjob.core.chain import Chain
-from batchjob.core.plan import Slice, StepPlan
+from batchjob.core.prefix_hash import Chain
 from batchjob.core.sequence import Sequence, SequenceState
+from batchjob.core.step_plan import Slice, StepPlan
 from batchjob.records import Request, RowError
 
 _FREE_SLOTS_SHARE = 16  # with less than one in so many slots free, they are scarce

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from batchjob.core.chain import Chain
+from batchjob.core.prefix_hash import Chain
 from batchjob.records import Request
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from batchjob.core.plan import StepPlan
+    from batchjob.core.step_plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class EngineConfig:
     unknown_token_ids: tuple[int, ...] = ()  # ids that the model has and its tokenizer has not: never drawn
     num_threads: int | None = None  # of the CPU; None leaves torch's choice
     halvings: int = 0  # how often the limits, given or found, are halved: memory ran out with them before
-    attention_backend: str = "auto"  # "auto" | a name of batchjob_kernels.select.BACKENDS
+    attention_backend: str = "auto"  # "auto" | a name of batchjob_kernels.attention.select.BACKENDS
     kv_cache_dtype: str = "auto"  # "auto" (that of the model) | "fp8"
     fuse: bool = True  # swap parts of the model for faster ones where they give the same
     cuda_graphs: bool = True  # replay decode steps as CUDA graphs; no effect on a CPU

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from batchjob.core.blocks import BlockPool
-from batchjob.core.plan import StepPlan
 from batchjob.core.scheduler import Scheduler
 from batchjob.core.sequence import Sequence, SequenceState
+from batchjob.core.step_plan import StepPlan
 from batchjob.engine.config import Detokenizer, EngineConfig, Handle, Runner
-from batchjob.engine.stops import StopStrings
+from batchjob.engine.stop_strings import StopStrings
 from batchjob.errors import BatchJobError, EngineError
 from batchjob.records import Completion, Request, RowError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from batchjob.core.plan import StepPlan
+from batchjob.core.step_plan import StepPlan
 from batchjob.engine.config import Detokenizer, EngineConfig, Runner
 from batchjob.engine.engine import Engine
 from batchjob.engine.fake import FakeRunner, fake_capacity
@@ -40,7 +40,7 @@ def create_engine(
         prepare_openmp()
         assert model is not None
         if config.tensor_parallel > 1:
-            from batchjob.engine.parallel import ParallelRunner
+            from batchjob.engine.parallel.runner import ParallelRunner
 
             runner = ParallelRunner(str(model.path), config)
         else:

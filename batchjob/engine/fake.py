@@ -12,8 +12,8 @@ import time
 from array import array
 from zlib import crc32
 
-from batchjob.core.plan import StepPlan
 from batchjob.core.sequence import Sequence
+from batchjob.core.step_plan import StepPlan
 from batchjob.engine.config import Capacity, EngineConfig
 
 VOCAB_SIZE = 65_536

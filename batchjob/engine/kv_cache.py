@@ -21,7 +21,8 @@ class LayerShape(NamedTuple):
 
 
 class KVCache:
-    """`layers[i]` is [num_blocks + 1, 2, num_kv_heads, block_size, head_dim], keys first (see batchjob_kernels.meta).
+    """`layers[i]` is [num_blocks + 1, 2, num_kv_heads, block_size, head_dim], keys first
+    (see batchjob_kernels.attention.meta).
 
     Zeroed once: what is masked is still read, and a NaN left in fresh memory would survive a multiplication by zero.
     The last block, `null_block`, is nobody's: block tables are padded with it, and rows that only fill up a step write

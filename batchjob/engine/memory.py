@@ -8,11 +8,11 @@ from typing import TypeVar
 
 import torch
 
-from batchjob.engine.attention import StepContext
-from batchjob.engine.backends import READ_DEVICE_LENS
 from batchjob.engine.config import EngineConfig
 from batchjob.engine.kv_cache import KVCache
-from batchjob.engine.model import Forward, LoadedModel
+from batchjob.engine.model.attention_hook import StepContext
+from batchjob.engine.model.backends import READ_DEVICE_LENS
+from batchjob.engine.model.load import Forward, LoadedModel
 from batchjob_kernels import AttnMeta, DeviceLens
 
 logger = logging.getLogger(__name__)

@@ -15,17 +15,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from batchjob.core.plan import StepPlan
-from batchjob.engine.ahead_steps import AheadSteps, FollowerSteps
-from batchjob.engine.backends import READ_DEVICE_LENS, choose_backend, fused_ops
+from batchjob.core.step_plan import StepPlan
 from batchjob.engine.config import Capacity, EngineConfig
-from batchjob.engine.device_sampler import penalty_bytes
-from batchjob.engine.host_steps import HostSteps
 from batchjob.engine.kv_cache import KVCache, bytes_per_block, choose_num_blocks
 from batchjob.engine.memory import bytes_for_cache, largest_step
-from batchjob.engine.model import Forward, LoadedModel, load_model
-from batchjob.engine.parallel_group import Group, one_try
-from batchjob.engine.step_inputs import StepInputs
+from batchjob.engine.model.backends import READ_DEVICE_LENS, choose_backend, fused_ops
+from batchjob.engine.model.load import Forward, LoadedModel, load_model
+from batchjob.engine.parallel.group import Group, one_try
+from batchjob.engine.sampling.device_sampler import penalty_bytes
+from batchjob.engine.steps.ahead_steps import AheadSteps, FollowerSteps
+from batchjob.engine.steps.host_steps import HostSteps
+from batchjob.engine.steps.step_inputs import StepInputs
 from batchjob.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class TorchRunner:
         self._model, self._kv_dtype = self._load(source, config)
         forward = self._model.forward
         if config.deterministic:
-            from batchjob.engine.deterministic import FixedRows
+            from batchjob.engine.invariant.fixed_rows import FixedRows
 
             forward = FixedRows(self._model, self._model.backend.module).forward
         if config.unknown_token_ids:  # after all comparisons of logits
@@ -215,7 +215,7 @@ def _prepare_device(config: EngineConfig) -> torch.device:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     if config.deterministic:
-        from batchjob.engine.deterministic import set_switches
+        from batchjob.engine.invariant.fixed_rows import set_switches
 
         set_switches()
     device = torch.device(config.device)

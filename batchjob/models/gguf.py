@@ -1,7 +1,7 @@
 """Turns a `.gguf` file into a directory that Transformers loads, once, kept in the user's cache.
 
 The file is hostile until shown otherwise: its header is walked and held against the file's size first
-(`gguf_header`), then a child process with a memory and a time limit converts it (`batchjob.engine.gguf`).
+(`gguf_header`), then a child process with a memory and a time limit converts it (`batchjob.engine.model.gguf_convert`).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _run_child(path: Path, work: Path) -> None:
     timeout = 600 + size / 2**20
     memory = _BASE_MEMORY + _MEMORY_PER_BYTE * size
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "batchjob.engine.gguf", str(path.resolve()), str(work)]
+    command = [sys.executable, "-m", "batchjob.engine.model.gguf_convert", str(path.resolve()), str(work)]
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as child:

@@ -18,7 +18,7 @@ def check_loadable(model: ModelInfo) -> None:
     Raises UnsupportedModelError where a run would refuse the model for its weights or its configuration.
     """
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "batchjob.engine.checkpoint", model.path]
+    command = [sys.executable, "-m", "batchjob.engine.model.checkpoint", model.path]
     try:
         done = subprocess.run(
             command,

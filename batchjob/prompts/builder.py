@@ -19,9 +19,9 @@ from batchjob.prompts import forms, limits
 from batchjob.prompts.params import RowParams
 from batchjob.prompts.paths import look_up, look_up_or_none
 from batchjob.prompts.source import DEFAULTS, PromptSource, parse_template
+from batchjob.prompts.tokenizer import RenderError, RenderTimeout, Tokenizer
 from batchjob.records import Prompt, Record, RowError
 from batchjob.sampling import SamplingParams
-from batchjob.tokenizer import RenderError, RenderTimeout, Tokenizer
 
 _LONG_TEXT = 1_000_000  # characters; below this a text is always tokenised, to state its exact length
 

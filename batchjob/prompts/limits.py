@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from batchjob.tokenizer import RenderTimeout
+from batchjob.prompts.tokenizer import RenderTimeout
 
 RENDER_SECONDS = 5.0  # for one row
 RENDER_CHARS = 128 << 20  # of one rendered row

@@ -10,8 +10,8 @@ from batchjob.plan import Chunk, Plan
 from batchjob.store.context import StoreContext
 from batchjob.store.counts import Counts
 from batchjob.store.fsops import storage_errors
-from batchjob.store.layout import chunk_of_part
 from batchjob.store.parts import BadPartError, PartInfo
+from batchjob.store.paths import chunk_of_part
 from batchjob.store.reread import reread
 
 _FOOTER_THREADS = 8

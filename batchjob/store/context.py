@@ -12,9 +12,9 @@ from batchjob.errors import StorageError
 from batchjob.plan import Chunk
 from batchjob.store.attempts import is_alive, read_attempt
 from batchjob.store.fsops import FsOps, storage_errors
-from batchjob.store.layout import Layout
 from batchjob.store.manifest import Manifest
 from batchjob.store.parts import PartInfo, check_expected, read_info
+from batchjob.store.paths import Layout
 from batchjob.store.publish import publish
 from batchjob.store.reread import reread
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from batchjob.errors import OutputCreateError, StorageError, UsageError
 from batchjob.plan import Plan
 from batchjob.store.attempts import attempt_record
-from batchjob.store.extension import load_plan
 from batchjob.store.fsops import FsOps, create_errors, storage_error, storage_errors
-from batchjob.store.layout import Layout, chunk_of_part
 from batchjob.store.manifest import Manifest
-from batchjob.store.planfile import checksum, plan_to_bytes
+from batchjob.store.paths import Layout, chunk_of_part
+from batchjob.store.plan_extension import load_plan
+from batchjob.store.plan_files import checksum, plan_to_bytes
 from batchjob.store.publish import probe
 from batchjob.store.reread import reread
 

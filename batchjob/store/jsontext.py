@@ -11,7 +11,7 @@ from json.encoder import encode_basestring
 
 import pyarrow as pa
 
-from batchjob.jsonvalues import is_text, json_values
+from batchjob.json_values import is_text, json_values
 from batchjob.store.schema import JSON_MARK
 
 

@@ -17,9 +17,9 @@ from batchjob.store.catalog import Catalog
 from batchjob.store.context import StoreContext
 from batchjob.store.creation import load_output
 from batchjob.store.fsops import FsOps, storage_errors
-from batchjob.store.layout import Layout
 from batchjob.store.mergefiles import JsonlWriter, MergeWriter, ParquetWriter
 from batchjob.store.parts import BadPartError, read_tables
+from batchjob.store.paths import Layout
 
 FORMATS = ("parquet", "jsonl")
 _ENDINGS = {".parquet": "parquet", ".pq": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}

@@ -15,8 +15,8 @@ from batchjob.store.context import MemoryBudget, StoreContext
 from batchjob.store.counts import Counts
 from batchjob.store.creation import load_output
 from batchjob.store.fsops import FsOps, storage_errors
-from batchjob.store.layout import Layout
 from batchjob.store.manifest import Manifest
+from batchjob.store.paths import Layout
 
 
 @dataclass(frozen=True, slots=True)

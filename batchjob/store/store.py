@@ -37,11 +37,11 @@ from batchjob.store.creation import (
     restore_directories,
     sweep_unfinished,
 )
-from batchjob.store.extension import publish_extension
 from batchjob.store.fsops import FsOps, create_errors, storage_error, storage_errors
-from batchjob.store.layout import Layout
 from batchjob.store.lease import Lease
 from batchjob.store.manifest import Manifest
+from batchjob.store.paths import Layout
+from batchjob.store.plan_extension import publish_extension
 from batchjob.store.publish import sweep_claims
 
 _TRIAL = re.compile(r"\.\d+$")

@@ -6,15 +6,15 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 
+from batchjob.job.observer import LOAD, RUN, START, Assignment, Team
+from batchjob.job.stop_signals import StopSignals
 from batchjob.notes import write_note
-from batchjob.signals import StopSignals
 from batchjob.spec import JobSpec
-from batchjob.supervisor.journal import Journal, Listener
-from batchjob.supervisor.memory import num_memory_kills
-from batchjob.supervisor.messages import Kind, Lost, StopOrder
-from batchjob.supervisor.policy import AttemptEnd
-from batchjob.supervisor.process import WorkerProcess
-from batchjob.watch import LOAD, RUN, START, Assignment, Team
+from batchjob.supervisor.oom import num_memory_kills
+from batchjob.supervisor.protocol import Kind, Lost, StopOrder
+from batchjob.supervisor.restart_policy import AttemptEnd
+from batchjob.supervisor.worker_process import WorkerProcess
+from batchjob.supervisor.worker_state import Journal, Listener
 
 GRACE = 3.0  # seconds after a deadline before the worker is killed: SIGTERM means 15, and 20 must not be passed
 GRACE_WARNED = 30.0  # the same for an announced end, which leaves a minute: for a long step, the last tokens, a requeue

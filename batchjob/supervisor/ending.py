@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from batchjob.report.result import RunResult
 from batchjob.spec import JobSpec
-from batchjob.summary import RunResult
 from batchjob.supervisor.member import Member
-from batchjob.supervisor.voice import Voice
+from batchjob.supervisor.reporter import Voice
 
 
 def result_of(spec: JobSpec, members: Sequence[Member], voice: Voice) -> RunResult:

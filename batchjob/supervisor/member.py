@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from batchjob.devices import Device
+from batchjob.job.devices import Device
+from batchjob.job.observer import LOAD, RUN, Team
+from batchjob.report.result import RunResult
 from batchjob.slurm import Requeue
 from batchjob.spec import JobSpec
-from batchjob.summary import RunResult
-from batchjob.supervisor.journal import Listener
-from batchjob.supervisor.lane import Lane
-from batchjob.supervisor.voice import Voice
-from batchjob.watch import LOAD, RUN, Team
+from batchjob.supervisor.replica import Lane
+from batchjob.supervisor.reporter import Voice
+from batchjob.supervisor.worker_state import Listener
 
 
 class State(Enum):

@@ -11,15 +11,15 @@ import sys
 import threading
 from collections.abc import Callable
 
-from batchjob.devices import Device, find_devices
 from batchjob.errors import EngineError, StoppedEarlyError
-from batchjob.signals import StopSignals
+from batchjob.job.devices import Device, find_devices
+from batchjob.job.stop_signals import StopSignals
+from batchjob.job.stopping import requeue, stop_signals, time_limit
 from batchjob.slurm import SlurmTask
 from batchjob.spec import JobSpec
-from batchjob.stopping import requeue, stop_signals, time_limit
 from batchjob.supervisor.attempt import StopNotice
-from batchjob.supervisor.lane import Lane, gave_up_message
-from batchjob.supervisor.policy import AttemptEnd
+from batchjob.supervisor.replica import Lane, gave_up_message
+from batchjob.supervisor.restart_policy import AttemptEnd
 from batchjob.supervisor.team import TeamSupervisor
 from batchjob.supervisor.wakeup import Wakeup
 

@@ -1,8 +1,9 @@
 """`TeamSupervisor`: several devices, one worker each, as one command.
 
 The shard of the command is parted among the workers, who take chunks of each other when they are done with their own
-(`batchjob.stealing`). The first one makes or finds the job; the others start when it is there. Each device has its own
-restarts, and when it is given up, the others take what it leaves. A worker leaves only when nothing is left for any.
+(`batchjob.job.chunk_source`). The first one makes or finds the job; the others start when it is there. Each device has
+its own restarts, and when it is given up, the others take what it leaves. A worker leaves only when
+nothing is left for any.
 
 How the command ends, the first line that fits:
 
@@ -24,21 +25,21 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from batchjob.devices import Device
 from batchjob.errors import EngineError, OutputBusyError, StoppedEarlyError
-from batchjob.signals import StopSignals
+from batchjob.job.devices import Device
+from batchjob.job.observer import LOAD, START, Team
+from batchjob.job.stop_signals import StopSignals
+from batchjob.job.stopping import requeue, stop_signals, time_limit
+from batchjob.report.result import RunResult
 from batchjob.slurm import Requeue, SlurmTask
 from batchjob.spec import JobSpec
-from batchjob.stopping import requeue, stop_signals, time_limit
-from batchjob.summary import RunResult
 from batchjob.supervisor.attempt import StopNotice
 from batchjob.supervisor.ending import result_of
-from batchjob.supervisor.lane import gave_up_message
 from batchjob.supervisor.member import Failure, Member, State
-from batchjob.supervisor.policy import AttemptEnd
-from batchjob.supervisor.voice import Voice
+from batchjob.supervisor.replica import gave_up_message
+from batchjob.supervisor.reporter import Voice
+from batchjob.supervisor.restart_policy import AttemptEnd
 from batchjob.supervisor.wakeup import Wakeup
-from batchjob.watch import LOAD, START, Team
 
 _TICK = 1.0  # seconds at most between two looks at a team of which nobody runs
 TIME_LIMIT = "time limit"  # what a worker gives as its reason

@@ -6,6 +6,6 @@
 `reference` is the specification and the oracle; `gather` is the fast one in PyTorch. Imports torch only.
 """
 
-from batchjob_kernels.meta import AttnMeta, Context, DeviceLens, Requirements
+from batchjob_kernels.attention.meta import AttnMeta, Context, DeviceLens, Requirements
 
 __all__ = ["AttnMeta", "Context", "DeviceLens", "Requirements"]

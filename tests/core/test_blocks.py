@@ -1,8 +1,8 @@
 import pytest
 
 from batchjob.core import BlockPool
-from batchjob.core import chain as chain_module
-from batchjob.core.chain import Chain
+from batchjob.core import prefix_hash as chain_module
+from batchjob.core.prefix_hash import Chain
 
 SIZE = 4
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from batchjob.spec import NEGATED, spec_fields
-from batchjob_kernels.select import BACKENDS
+from batchjob_kernels.attention.select import BACKENDS
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "gpu.md").read_text(encoding="utf-8")
 OF_GPU_CHECK = {"--seconds", "--json", "--tiny"}

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import transformers
 
-from batchjob_kernels import gather
-from batchjob_kernels.select import Selection
+from batchjob_kernels.attention import gather
+from batchjob_kernels.attention.select import Selection
 
 WINDOW = 6  # shorter than every prompt of the tests, so that it bites
 _LLAMA: dict[str, Any] = {

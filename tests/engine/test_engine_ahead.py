@@ -6,17 +6,13 @@ What comes out is what one step at a time gives.
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
+from test_engine import EOS, Letters, ScriptedRunner, codes
 
 from batchjob.engine import Engine, EngineConfig
 from batchjob.records import Completion, Request
 from batchjob.sampling import SamplingParams
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_engine import EOS, Letters, ScriptedRunner, codes
 
 WAYS = [(False, 1), (True, 1), (False, 2), (False, 8), (True, 4)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -10,18 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from families import FAMILIES, build
 
-from batchjob.core.plan import Slice, StepPlan
 from batchjob.core.sequence import Sequence
+from batchjob.core.step_plan import Slice, StepPlan
 from batchjob.engine.config import EngineConfig
 from batchjob.engine.memory import retry_without_cached_memory
 from batchjob.engine.runner import TorchRunner, _prepare_device
 from batchjob.errors import EngineError
 from batchjob.records import Request
 from batchjob.sampling import SamplingParams
-
-sys.path.insert(0, str(Path(__file__).parent))
-from families import FAMILIES, build
 
 BLOCK_SIZE = 4
 

@@ -387,9 +387,9 @@ def tree(pid: int) -> list[tuple[int, str]]:
 
 
 def role(words: Sequence[bytes]) -> str:
-    if b"batchjob.worker" in words:
+    if b"batchjob.supervisor.worker" in words:
         return "worker"
-    if b"batchjob.feeder" in words:
+    if b"batchjob.prompts.feeder" in words:
         return "tokeniser"
     if b"batchjob" in words:
         return "all in one" if b"--no-supervisor" in words else "supervisor"

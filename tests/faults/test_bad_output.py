@@ -73,7 +73,9 @@ def test_a_directory_without_the_right_to_write(make_fire: Any, open_folder: Pat
     fire = make_fire(30, folder=open_folder, output=open_folder / "closed" / "out")
     options: dict[str, Any] = {"env": fire.environment(), "cwd": "/", "capture_output": True, "text": True}
     try:
-        probe = subprocess.run([sys.executable, "-c", "import batchjob.job, pyarrow"], **options, **user, check=False)
+        probe = subprocess.run(
+            [sys.executable, "-c", "import batchjob.job.run, pyarrow"], **options, **user, check=False
+        )
     except PermissionError:
         pytest.skip("another user cannot reach the interpreter")
     if probe.returncode:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from batchjob.preflight import space_warning
+from batchjob.job.disk_space import space_warning
 
 
 def fill(place: Path, *, leave: int) -> Path:
@@ -81,9 +81,9 @@ def test_a_disk_that_will_not_do_is_foretold(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("n", [1, 4])
 def test_the_estimate_grows_with_what_is_to_do(n: int) -> None:
+    from batchjob.job.disk_space import expected_bytes
+    from batchjob.job.settings import resolve_settings
     from batchjob.plan import Chunk, InputFile, Plan
-    from batchjob.preflight import expected_bytes
-    from batchjob.prepare import resolve_settings
     from batchjob.spec import JobSpec
 
     chunks = tuple(Chunk(i, 100 * i, 100, ()) for i in range(10))

@@ -17,8 +17,8 @@ import pytest
 
 import batchjob
 from batchjob.store import Store, job_status, merge
-from batchjob.store.layout import Layout
-from batchjob.store.planfile import checksum, plan_to_bytes
+from batchjob.store.paths import Layout
+from batchjob.store.plan_files import checksum, plan_to_bytes
 
 ARCHIVES = sorted(Path(__file__).with_name("golden").glob("*.tar.gz"))
 
@@ -60,9 +60,9 @@ def move_plan(place: Path) -> None:
 
 
 def test_it_is_gone_on_with(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from batchjob.feeder import InlineFeeder
+    from batchjob.prompts.feeder import InlineFeeder
 
-    monkeypatch.setattr("batchjob.feeder.Feeder", InlineFeeder)
+    monkeypatch.setattr("batchjob.prompts.feeder.Feeder", InlineFeeder)
     move_plan(place)
     old_part = (place / "out" / "data" / "part-00000000.parquet").read_bytes()
     settings: dict[str, Any] = {

@@ -47,7 +47,7 @@ def test_a_progress_bar_whose_terminal_is_gone(make_fire: Any) -> None:
 
 HANGUP = """
 import os, signal
-from batchjob import console
+from batchjob.report import console
 console.ignore_hangup()
 print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)
 """

@@ -31,8 +31,8 @@ from hypothesis.stateful import (
 )
 
 import batchjob
-from batchjob.feeder import InlineFeeder
-from batchjob.summary import RunResult
+from batchjob.prompts.feeder import InlineFeeder
+from batchjob.report.result import RunResult
 
 ROWS, CHUNK_ROWS = 30, 7
 SHARDS = st.integers(1, 7)
@@ -69,7 +69,7 @@ def run_job(folder: Path, fs: Any, *, others_live: bool = False, **changes: Any)
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("batchjob.store.store.FsOps", lambda: fs)
-        patch.setattr("batchjob.feeder.Feeder", InlineFeeder)
+        patch.setattr("batchjob.prompts.feeder.Feeder", InlineFeeder)
         patch.setattr("batchjob.store.reread.PAUSES", ())
         # All processes of this test are one, so that none looks dead: they all are, but for two that overlap.
         patch.setattr("batchjob.store.context.is_alive", lambda _: others_live)

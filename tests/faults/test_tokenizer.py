@@ -69,7 +69,7 @@ def tokenisers(pid: int) -> list[int]:
             for task in Path(f"/proc/{pid}/task").iterdir():
                 for child in map(int, (task / "children").read_text().split()):
                     parents.append(child)
-                    if b"batchjob.feeder" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    if b"batchjob.prompts.feeder" in Path(f"/proc/{child}/cmdline").read_bytes():
                         found.append(child)
         except OSError:
             continue

@@ -86,7 +86,7 @@ def test_an_interrupt_before_the_job_can_stop_by_itself_is_no_bug(
     def interrupted(*arguments: Any, **more: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("batchjob.job.run", interrupted)
+    monkeypatch.setattr("batchjob.job.run.run", interrupted)
     result = cli("run", "--engine", "fake", "--input", source, "--output", tmp_path / "out", "--no-supervisor")
     assert result.exit_code == 75
     assert "run the same command again" in result.output

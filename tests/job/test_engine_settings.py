@@ -10,8 +10,8 @@ import pyarrow.parquet
 import pytest
 
 import batchjob
-from batchjob import prepare
 from batchjob.errors import ConfigMismatchError, EngineError, UsageError
+from batchjob.job import settings as prepare
 
 Write = Callable[[Path, Iterable[Any]], Path]
 

@@ -15,8 +15,8 @@ import pyarrow.parquet
 import pytest
 
 import batchjob
+from batchjob.report.result import RunResult
 from batchjob.store import job_status, merge
-from batchjob.summary import RunResult
 
 Write = Callable[[Path, Iterable[Any]], Path]
 
@@ -313,10 +313,10 @@ def test_a_moved_input_is_known_by_its_content(tmp_path: Path, write_jsonl: Writ
 def test_what_was_computed_from_a_changed_file_is_not_kept(
     tmp_path: Path, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from batchjob.feeder import InlineFeeder
-    from batchjob.io import digests
+    from batchjob.inputs import digests
+    from batchjob.prompts.feeder import InlineFeeder
 
-    monkeypatch.setattr("batchjob.feeder.Feeder", InlineFeeder)
+    monkeypatch.setattr("batchjob.prompts.feeder.Feeder", InlineFeeder)
     monkeypatch.setattr(digests, "_MAX_HELD", 1000)  # rows go on before the end of their chunk is known
     source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"row {i:05d} {'x' * 300}"} for i in range(2000)])
     values: dict[str, Any] = {"engine": "fake", "progress": "none", "chunk_rows": 1000, "max_tokens": 4, "limit": 1900}
@@ -327,7 +327,7 @@ def test_what_was_computed_from_a_changed_file_is_not_kept(
     stat = source.stat()
     source.write_text(old.replace("row 00500", "ROW 00500"))
     os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    monkeypatch.setattr("batchjob.extend._changes", lambda *given: None)  # as if it changed a moment later
+    monkeypatch.setattr("batchjob.job.extend._changes", lambda *given: None)  # as if it changed a moment later
     with pytest.raises(batchjob.errors.InputMissingError, match="rows 1 to 1,000"):
         batchjob.run(spec, echo=lambda line: None)
     assert not list((tmp_path / "out" / ".batchjob" / "wal").rglob("*.log"))
@@ -363,7 +363,7 @@ def test_a_limited_job_compares_its_rows_with_its_own_limit_of_their_size(nightl
 
 
 def test_a_file_that_an_earlier_version_read_under_two_names_still_is(nightly: Nightly) -> None:
-    from batchjob.extend import _second_names
+    from batchjob.job.extend import _second_names
 
     os.link(nightly.input / "b.jsonl", nightly.input / "c.jsonl")
     planned = [str(nightly.input / name) for name in ("b.jsonl", "c.jsonl")]

@@ -11,7 +11,7 @@ import pytest
 
 import batchjob
 from batchjob.errors import BatchJobError
-from batchjob.job import validate
+from batchjob.job.run import validate
 from batchjob.prompts import PromptBuilder, PromptConfig
 from batchjob.store.manifest import Manifest
 
@@ -107,7 +107,7 @@ def test_what_is_not_used_is_said(
 def test_what_the_template_has_no_use_for_is_said(
     tmp_path: Path, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("batchjob.tokenizer.FakeTokenizer.template_mentions", lambda self, name: False)
+    monkeypatch.setattr("batchjob.prompts.tokenizer.FakeTokenizer.template_mentions", lambda self, name: False)
     row = {"messages": TURN, "tools": [{"name": "f"}], "chat_template_kwargs": {"enable_thinking": False}}
     lines = lines_of(write_jsonl(tmp_path / "in.jsonl", [row]))[0]
     assert "no use for the rows' tools, enable_thinking" in lines
@@ -122,7 +122,7 @@ def test_the_clock_is_frozen_in_the_job(tmp_path: Path, write_jsonl: Write, monk
             super().__init__(config, tokenizer)
 
     monkeypatch.setattr("batchjob.prompts.PromptBuilder", Watched)
-    monkeypatch.setattr("batchjob.job.now", lambda: "2001-02-03T04:05:06")
+    monkeypatch.setattr("batchjob.job.run.now", lambda: "2001-02-03T04:05:06")
     source = write_jsonl(tmp_path / "in.jsonl", [{"messages": TURN}])
     lines_of(source)
     path = tmp_path / "out" / ".batchjob" / "job.json"

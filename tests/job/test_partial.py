@@ -15,11 +15,11 @@ import pyarrow.parquet
 import pytest
 
 import batchjob
+from batchjob.job.stop_signals import StopSignals
 from batchjob.records import Completion
-from batchjob.signals import StopSignals
+from batchjob.report.result import RunResult
 from batchjob.store import Store
-from batchjob.store.layout import Layout
-from batchjob.summary import RunResult
+from batchjob.store.paths import Layout
 
 Write = Callable[[Path, Iterable[Any]], Path]
 

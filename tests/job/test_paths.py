@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from batchjob.errors import StorageError, UsageError
-from batchjob.io.duplicates import DuplicateFinder
+from batchjob.inputs.duplicates import DuplicateFinder
+from batchjob.job.observer import Assignment
+from batchjob.report.result import RunResult
 from batchjob.spec import JobSpec
-from batchjob.summary import RunResult
-from batchjob.supervisor import process
-from batchjob.watch import Assignment
+from batchjob.supervisor import worker_process as process
 
 
 @pytest.mark.parametrize("name", ["a\nb", "a\rb", "a\x1b[31m", "a\x00b", "a\u2028b", "a\x85b"])

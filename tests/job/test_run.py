@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 import batchjob
-from batchjob.summary import RunResult
+from batchjob.report.result import RunResult
 
 Write = Callable[[Path, Iterable[Any]], Path]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from batchjob.errors import UsageError
-from batchjob.prepare import describe_sampling, parse_memory, resolve_settings
+from batchjob.job.settings import describe_sampling, parse_memory, resolve_settings
 from batchjob.sampling import SamplingParams
 from batchjob.spec import JobSpec
 

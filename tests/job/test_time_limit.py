@@ -12,7 +12,7 @@ import pytest
 import batchjob
 from batchjob.engine.fake import FakeRunner
 from batchjob.errors import UsageError
-from batchjob.timelimit import DEFAULT_DRAIN, Pace, TimeLimit, parse_duration
+from batchjob.job.time_limit import DEFAULT_DRAIN, Pace, TimeLimit, parse_duration
 
 Write = Callable[[Path, Iterable[Any]], Path]
 
@@ -164,7 +164,7 @@ def test_a_run_ends_in_time_with_nothing_begun_in_vain(
 
 
 def test_planning_counts_towards_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from batchjob.io import planner
+    from batchjob.inputs import planner
 
     make_plan = planner.make_plan
 

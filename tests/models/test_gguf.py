@@ -181,7 +181,11 @@ def test_a_truncated_real_file_is_refused(smollm2_gguf: Path, tmp_path: Path) ->
 
 def test_the_converter_is_a_program_that_explains_itself() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "batchjob.engine.gguf"], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", "batchjob.engine.model.gguf_convert"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode != 0
     assert "No module named" not in done.stderr

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from batchjob.prompts import PromptBuilder, PromptConfig, resolve_prompt
+from batchjob.prompts.tokenizer import FakeTokenizer, HFTokenizer, Tokenizer
 from batchjob.records import Record
 from batchjob.sampling import SamplingParams
 from batchjob.spec import JobSpec
-from batchjob.tokenizer import FakeTokenizer, HFTokenizer, Tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

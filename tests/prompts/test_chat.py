@@ -11,8 +11,8 @@ import pytest
 
 from batchjob.errors import UsageError
 from batchjob.prompts import PromptBuilder
+from batchjob.prompts.tokenizer import HFTokenizer
 from batchjob.records import Prompt, Record
-from batchjob.tokenizer import HFTokenizer
 
 Builder = Callable[..., PromptBuilder]
 MakeRecord = Callable[..., Record]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from batchjob.errors import InputDataError, InputMissingError, UnsupportedModelError
 from batchjob.models.tokenizer_files import text_digest
 from batchjob.prompts import PromptBuilder
+from batchjob.prompts.tokenizer import FakeTokenizer, HFTokenizer, RenderError, load_tokenizer
 from batchjob.records import Record
-from batchjob.tokenizer import FakeTokenizer, HFTokenizer, RenderError, load_tokenizer
 
 fake = FakeTokenizer()
 

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 import batchjob
-from batchjob.summary import RunResult
+from batchjob.report.result import RunResult
 
 
 @pytest.fixture
 def run_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RunResult, str]]:
     """`run_job(source, **settings)` runs with the fake engine into tmp_path/out; gives the result and what was said."""
-    from batchjob.feeder import InlineFeeder
+    from batchjob.prompts.feeder import InlineFeeder
 
-    monkeypatch.setattr("batchjob.feeder.Feeder", InlineFeeder)
+    monkeypatch.setattr("batchjob.prompts.feeder.Feeder", InlineFeeder)
 
     def run(source: Path, **settings: Any) -> tuple[RunResult, str]:
         said: list[str] = []

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchjob.errors import InputDataError
-from batchjob.io import jsonl
-from batchjob.io.planner import make_plan
-from batchjob.io.streams import iter_lines
+from batchjob.inputs.formats import jsonl
+from batchjob.inputs.planner import make_plan
+from batchjob.inputs.streams import iter_lines
 from batchjob.records import ROW_ERROR_TYPES, Completion, RowError
 from batchjob.spec import JobSpec
 from batchjob.store import wal
@@ -115,9 +115,9 @@ READ_DAMAGED = """
 import os, random, resource, sys
 from pathlib import Path
 from batchjob.errors import BatchJobError
-from batchjob.io import footers, planner
-from batchjob.io.planner import make_plan
-from batchjob.io.reader import InputReader
+from batchjob.inputs import footers, planner
+from batchjob.inputs.planner import make_plan
+from batchjob.inputs.reader import InputReader
 from batchjob.spec import JobSpec
 
 good, place, seed, number = Path(sys.argv[1]).read_bytes(), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
@@ -211,7 +211,7 @@ def test_a_footer_that_brings_pyarrow_down_is_refused_by_name(tmp_path: Path) ->
     assert fatal or pa.__version__ != TESTED, "the damage of which this pyarrow dies is another one now"
 
 
-LOOK = "import sys; from batchjob.io.footers import look; look(sys.argv[1])"
+LOOK = "import sys; from batchjob.inputs.formats.parquet_footers import look; look(sys.argv[1])"
 TESTED = "26.0.1"
 
 

@@ -17,8 +17,9 @@ import pytest
 import zstandard
 
 from batchjob.errors import InputDataError
-from batchjob.io import jsonl, parquet, reader, streams
-from batchjob.io.planner import make_plan
+from batchjob.inputs import reader, streams
+from batchjob.inputs.formats import jsonl, parquet
+from batchjob.inputs.planner import make_plan
 from batchjob.records import RowError
 from batchjob.spec import JobSpec
 
@@ -121,7 +122,7 @@ def test_a_batch_of_a_dictionary_bomb_is_small(tmp_path: Path, monkeypatch: pyte
 # VmHWM is of this program alone; the resource usage of a process begins with the peak of the one that started it.
 MEASURE = """
 import re, sys
-from batchjob.io import parquet
+from batchjob.inputs.formats import parquet
 rows = sum(batch.num_rows for batch in parquet.iter_batches(sys.argv[1], 0, ["prompt"]))
 print(rows, int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) // 1024)
 """

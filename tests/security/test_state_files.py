@@ -17,8 +17,8 @@ import batchjob
 from batchjob.errors import BatchJobError, ConfigMismatchError, OutputCreateError, StorageError
 from batchjob.plan import Segment
 from batchjob.store import Store, job_status
-from batchjob.store.layout import Layout
-from batchjob.store.planfile import plan_to_bytes
+from batchjob.store.paths import Layout
+from batchjob.store.plan_files import plan_to_bytes
 from batchjob.store.wal import frame
 
 Run = Callable[..., Any]

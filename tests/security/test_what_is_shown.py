@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from batchjob import console
-from batchjob.redact import redact, redact_values
+from batchjob.report import console
+from batchjob.report.redact import redact, redact_values
 
 ESCAPES = "\x1b[31mred\x1b[0m \x1b]8;;http://evil\x07link\x1b]8;;\x07 \rover\x08\x9b2J \u202egnp"
 

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
-from batchjob.slurm.scripts import Scripts
+from batchjob.launch.slurm_scripts import Scripts
 
 Write = Callable[[Path, Iterable[Any]], Path]
 NUM_ROWS = 240

@@ -20,8 +20,8 @@ import pyarrow.parquet as pq
 from batchjob.plan import Chunk, InputFile, Plan, Segment
 from batchjob.records import Completion, RowError
 from batchjob.store import FsOps, Manifest, Store
-from batchjob.store.layout import Layout
 from batchjob.store.parts import PartInfo, read_info, read_tables
+from batchjob.store.paths import Layout
 
 CARRIED = pa.schema([("question", pa.string()), ("extra", pa.string())])
 

@@ -15,7 +15,7 @@ import pytest
 
 from batchjob.errors import BatchJobError
 from batchjob.store import Store
-from batchjob.store.layout import Layout
+from batchjob.store.paths import Layout
 from batchjob.store.wal import log_name
 
 ROWS, CHUNK_ROWS = 5, 3

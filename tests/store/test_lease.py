@@ -12,8 +12,8 @@ import pytest
 
 from batchjob.errors import OutputBusyError
 from batchjob.store import Store, liveness
-from batchjob.store.layout import Layout
 from batchjob.store.lease import Lease, overlap
+from batchjob.store.paths import Layout
 
 BEAT = 0.1
 

@@ -12,7 +12,7 @@ import pytest
 from batchjob.errors import InputDataError, StorageError, UsageError
 from batchjob.plan import Chunk, InputFile, Plan, Segment
 from batchjob.store import Manifest, check_column_names
-from batchjob.store.planfile import plan_from_bytes, plan_to_bytes
+from batchjob.store.plan_files import plan_from_bytes, plan_to_bytes
 from batchjob.store.schema import OWN_COLUMNS
 
 

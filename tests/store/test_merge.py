@@ -17,7 +17,7 @@ import pytest
 
 from batchjob.errors import OutputCreateError, StoppedEarlyError, StorageError, UsageError
 from batchjob.store import Store, merge
-from batchjob.store.layout import Layout
+from batchjob.store.paths import Layout
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from batchjob.store import Store
-from batchjob.store.layout import Layout
+from batchjob.store.paths import Layout
 
 ROOT = Path(__file__).resolve().parents[2]
 

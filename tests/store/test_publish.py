@@ -11,7 +11,7 @@ import pytest
 
 from batchjob.errors import OutputCreateError, StorageError
 from batchjob.store import FsOps, Store
-from batchjob.store.layout import Layout
+from batchjob.store.paths import Layout
 from batchjob.store.publish import CLAIM, LINK, RENAME_NOREPLACE, Claim, probe, publish
 
 

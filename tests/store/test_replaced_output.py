@@ -14,7 +14,7 @@ import pytest
 from batchjob.errors import BatchJobError, OutputCreateError, StorageError
 from batchjob.store import FsOps, Store
 from batchjob.store.context import StoreContext
-from batchjob.store.layout import Layout
+from batchjob.store.paths import Layout
 
 
 def begin(kit: Any, output: Path, plan: Any) -> Store:

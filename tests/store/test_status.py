@@ -14,7 +14,7 @@ import pytest
 from batchjob.errors import UsageError
 from batchjob.store import Counts, Store, job_status
 from batchjob.store.attempts import attempt_record, is_alive, process_identity
-from batchjob.store.layout import Layout
+from batchjob.store.paths import Layout
 
 
 def tree(path: Path) -> dict[str, bytes]:

@@ -16,20 +16,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from batchjob.errors import (
-    ConfigMismatchError,
-    InputMissingError,
-    OutputCreateError,
-    StorageError,
-    UsageError,
-)
+from batchjob.errors import ConfigMismatchError, InputMissingError, OutputCreateError, StorageError, UsageError
 from batchjob.records import Completion
 from batchjob.store import Counts, FsOps, Store
 from batchjob.store.attempts import attempt_record
 from batchjob.store.commit import PartTables
 from batchjob.store.fsops import storage_error
-from batchjob.store.layout import Layout
 from batchjob.store.parts import BadPartError
+from batchjob.store.paths import Layout
 from batchjob.store.wal import log_name
 
 

@@ -178,7 +178,7 @@ def test_an_error_of_the_job_is_no_reason_to_restart(start: Start, tmp_path: Pat
 
 
 def test_a_bug_is_shown_and_ends_the_run(start: Start) -> None:
-    run = start(patch="from batchjob.loop import Loop\nLoop._open_chunks = lambda self: 1 / 0")
+    run = start(patch="from batchjob.job.loop import Loop\nLoop._open_chunks = lambda self: 1 / 0")
     assert run.wait() == 1
     assert "ZeroDivisionError" in run.text
     assert not run.restarts

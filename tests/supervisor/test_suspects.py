@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchjob.supervisor.messages import Kind
-from batchjob.supervisor.policy import AttemptEnd, Policy
+from batchjob.supervisor.protocol import Kind
+from batchjob.supervisor.restart_policy import AttemptEnd, Policy
 from batchjob.supervisor.suspects import Suspects
 
 

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
+from batchjob.job.observer import Team
 from batchjob.spec import JobSpec
-from batchjob.supervisor.tally import Tally
-from batchjob.watch import Team
+from batchjob.supervisor.row_counts import Tally
 
 Write = Callable[[Path, Iterable[Any]], Path]
 Start = Callable[..., Any]
 
 # A patch for `start`: `member` is a worker's place in its team.
 WHO = """
-import batchjob.worker as worker
+import batchjob.supervisor.worker as worker
 init_watcher = worker.PipeWatcher.__init__
 member = None
 def noted(self, orders, stop):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from batchjob.devices import Device
 from batchjob.errors import EngineError, InputMissingError, StorageError, UnsupportedModelError
+from batchjob.job.devices import Device
+from batchjob.job.observer import LOAD, RUN
 from batchjob.spec import JobSpec
-from batchjob.supervisor.lane import Lane
-from batchjob.supervisor.messages import Kind
-from batchjob.watch import LOAD, RUN
-from batchjob.worker import classify
+from batchjob.supervisor.protocol import Kind
+from batchjob.supervisor.replica import Lane
+from batchjob.supervisor.worker import classify
 
 
 class OutOfMemoryError(RuntimeError):
@@ -46,7 +46,7 @@ def test_what_may_be_better_next_time(error: Exception, in_load: Kind, in_run: K
 
 def test_a_time_limit_counts_from_the_first_start(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr("batchjob.supervisor.lane.time.monotonic", lambda: now)
+    monkeypatch.setattr("batchjob.supervisor.replica.time.monotonic", lambda: now)
     lane, *unlimited = [
         Lane(JobSpec(time_limit=limit), Device("cpu", "cpu"), print, debug=False) for limit in ("1h", "auto", "none")
     ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchjob_kernels.meta import AttnMeta, Context
+from batchjob_kernels.attention.meta import AttnMeta, Context
 from batchjob_kernels.triton_kernels import attention_shapes as shapes
 
 # Contexts must save the reading of so many keys (of all KV heads): less does not pay for a further launch and a merge.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from batchjob_kernels import sampling_layout as layout
+from batchjob_kernels.sampling import settings_table as layout
 from batchjob_kernels.triton_kernels.aot_case import AotCase
 
 _GROUPS = tl.constexpr(4)  # per tile: 1,024 logits, 8 per thread of four warps

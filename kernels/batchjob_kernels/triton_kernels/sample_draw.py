@@ -1,8 +1,9 @@
 # mypy: ignore-errors
 """Second level of the draw: the group of each row, then the token within it. One program per row.
 
-A race of exponential draws: the winner is the argmax of weight / draw. The draws are those of `batchjob.engine.philox`:
-Philox4x32-10 words, to float64 (a float32 would round the numbers near 1, where the draws are small, and win races).
+A race of exponential draws: the winner is the argmax of weight / draw. The draws are those of
+`batchjob.engine.sampling.philox`: Philox4x32-10 words, to float64 (a
+float32 would round the numbers near 1, where the draws are small, and win races).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from batchjob_kernels import sampling_layout as layout
+from batchjob_kernels.sampling import settings_table as layout
 from batchjob_kernels.triton_kernels.aot_case import AotCase
 
 _GROUP = tl.constexpr(layout.GROUP)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from batchjob_kernels import sampling_layout as layout
+from batchjob_kernels.sampling import settings_table as layout
 from batchjob_kernels.triton_kernels.aot_case import AotCase
 
 GROUPS_AT_ONCE = 8  # groups per program: 2,048 logits, 16 per thread of four warps

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from batchjob_kernels import sampling_layout as layout
+from batchjob_kernels.sampling import settings_table as layout
 from batchjob_kernels.triton_kernels.aot_case import AotCase
 
 BLOCK = 1024

@@ -75,7 +75,7 @@ _PATCHES = {
     "batchjob.engine.fake": _slow_engine,
     "batchjob.store.attempts": _known_attempt,
     "batchjob.store.manifest": _known_job,
-    "batchjob.tokenizer": _deadly_words,
+    "batchjob.prompts.tokenizer": _deadly_words,
 }
 
 

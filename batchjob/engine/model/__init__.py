@@ -1,0 +1,1 @@
+"""A model of Transformers, loaded, checked against its original, and with attention and layers replaced."""

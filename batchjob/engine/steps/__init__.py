@@ -1,0 +1,1 @@
+"""One step on a device: inputs, attention metadata, the forward, CUDA graphs."""

@@ -1,8 +1,0 @@
-"""Rows to prompts beside the engine: a process without torch that reads, renders and tokenises."""
-
-from __future__ import annotations
-
-from batchjob.feeder.batches import FedBatch, FeederConfig, InlineFeeder, PromptFeeder, in_batches
-from batchjob.feeder.process import Feeder
-
-__all__ = ["FedBatch", "Feeder", "FeederConfig", "InlineFeeder", "PromptFeeder", "in_batches"]

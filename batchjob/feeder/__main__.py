@@ -1,3 +1,0 @@
-from batchjob.feeder.child import main
-
-main()

@@ -1,0 +1,1 @@
+"""The formats of input files: how each is recognised, scanned and read."""

@@ -1,0 +1,261 @@
+"""From what a user asked for (`JobSpec`) to what a job is: model, sampling, lengths, and the fingerprint of them all.
+
+What is decided here once is frozen in the job's manifest; a resume decides again and compares.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchjob import __version__
+from batchjob.errors import UsageError
+from batchjob.job.devices import only_device
+from batchjob.prompts.source import PromptSource, resolve_prompt
+from batchjob.sampling import SamplingParams
+from batchjob.spec import JobSpec
+
+if TYPE_CHECKING:
+    from batchjob.models import ModelInfo
+    from batchjob.prompts import PromptConfig
+
+FAKE_MAX_MODEL_LEN = 8192
+FAKE_EOS_TOKEN_IDS = (2,)
+FAKE_VOCAB_SIZE = 65_536
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The resolved settings of a job. `sampling.seed` is always None: a seed of the job is not a seed of each row."""
+
+    model: ModelInfo | None  # None with the fake engine
+    sampling: SamplingParams
+    job_seed: int
+    max_model_len: int
+    dtype: str
+    device: str
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def known_vocab_size(self) -> int | None:
+        """Ids below this are the model's; None where its config does not say so."""
+        if self.model is None:
+            return FAKE_VOCAB_SIZE
+        config = self.model.config
+        found = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+        return int(found) if found else None
+
+    @property
+    def vocab_size(self) -> int:
+        """`known_vocab_size`, or more than any model has: the engine, which has the model, then looks again."""
+        return self.known_vocab_size or 1 << 31
+
+    def special_tokens(self) -> Mapping[str, int]:
+        """Text -> id of the tokens that appear in no output text. Reads the tokenizer's file."""
+        from batchjob.models import special_tokens
+
+        return {} if self.model is None else special_tokens(Path(self.model.path))
+
+    def row_sampling(self) -> SamplingParams:
+        """The settings of a row without its own: `sampling`, special tokens among its stop strings as ids."""
+        return self.sampling.with_special_stops(self.special_tokens()) if self.sampling.stop else self.sampling
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.model is None or bool(self.model.template_digest)
+
+    def to_json(self) -> dict[str, Any]:
+        """What the manifest keeps as a record, and a resume starts from."""
+        model = self.model
+        return {
+            "model": None if model is None else {"name": model.name, "path": model.path, "source": model.source},
+            "revision": None if model is None else model.revision,
+            "sampling": asdict(self.sampling),
+            "job_seed": self.job_seed,
+            "max_model_len": self.max_model_len,
+            "dtype": self.dtype,
+            "eos_token_ids": list(self.eos_token_ids),
+        }
+
+
+def resolve_settings(spec: JobSpec, frozen: Mapping[str, Any] | None = None) -> Settings:
+    """Finds the model and decides every setting. `frozen` is `Settings.to_json` of the job being resumed.
+
+    Reads files only: no torch, no weights. Raises UsageError, UnsupportedModelError or StoppedEarlyError (hub down).
+    """
+    given = spec.given_sampling()
+    job_seed = given.pop("seed", 0)
+    device, _ = only_device(spec)
+    if spec.engine == "fake":
+        return Settings(
+            model=None,
+            sampling=SamplingParams(**given),
+            job_seed=job_seed,
+            max_model_len=spec.max_model_len or FAKE_MAX_MODEL_LEN,
+            dtype="float32",
+            device="cpu",
+            eos_token_ids=FAKE_EOS_TOKEN_IDS,
+        )
+    from batchjob.models import resolve_model, sampling_defaults
+
+    if not spec.model:
+        raise UsageError("give --model: a hub id, a local directory or a .gguf file (or --engine fake to try a job)")
+    revision = spec.revision
+    if frozen is not None and (frozen.get("model") or {}).get("name") == spec.model and revision is None:
+        revision = frozen.get("revision")
+    model = resolve_model(spec.model, revision=revision)
+    if spec.max_model_len is not None and spec.max_model_len > model.max_model_len:
+        raise UsageError(
+            f"--max-model-len {spec.max_model_len} is more than the {model.max_model_len} positions of {model.name}"
+        )
+    dtype = spec.dtype
+    if dtype == "auto":
+        dtype = frozen["dtype"] if frozen else "float32" if device == "cpu" else model.checkpoint_dtype
+    sampling = SamplingParams(**{**sampling_defaults(model), **given})
+    settings = Settings(
+        model=model,
+        sampling=sampling,
+        job_seed=job_seed,
+        max_model_len=spec.max_model_len or model.max_model_len,
+        dtype=dtype,
+        device=device,
+        eos_token_ids=model.eos_token_ids,
+    )
+    for token in (*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias)):
+        if token >= settings.vocab_size:
+            flag = "--stop-token-ids" if token in sampling.stop_token_ids else "--logit-bias"
+            raise UsageError(f"{flag}: token id {token} is not below the vocabulary size {settings.vocab_size}")
+    return settings
+
+
+def fingerprint(spec: JobSpec, settings: Settings, *, prompt: Mapping[str, Any], chunk_rows: int) -> dict[str, Any]:
+    """Everything that changes results or the layout of the output; a resume where it differs is refused."""
+    model, sampling = settings.model, settings.row_sampling()
+    return {
+        "engine": spec.engine,
+        "model": None
+        if model is None
+        else {
+            "config": model.config_digest,
+            "weights": model.weights_digest,
+            "tokenizer": model.tokenizer_digest,
+            "chat_template": model.template_digest,
+        },
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "eos_token_ids": list(settings.eos_token_ids),
+        "sampling": {**asdict(sampling), "seed": settings.job_seed},
+        # Rows with settings of their own start from the stop strings as they were given.
+        **({"stop": list(settings.sampling.stop)} if prompt.get("params") and sampling != settings.sampling else {}),
+        "prompt": dict(prompt),
+        "length_policy": spec.length_policy,
+        "keep_columns": spec.keep_columns,
+        "output_token_ids": spec.output_token_ids,
+        "limit": spec.limit,
+        "max_row_bytes": spec.max_row_bytes,
+        "chunk_rows": chunk_rows,
+        **({"kv_cache_dtype": spec.kv_cache_dtype} if spec.kv_cache_dtype != "auto" else {}),
+        **({"deterministic": _bits(spec, settings)} if spec.deterministic else {}),
+    }
+
+
+def _bits(spec: JobSpec, settings: Settings) -> dict[str, Any]:
+    """What decides the last bit of a result, where none may depend on chance: hardware, versions, threads."""
+    is_cpu = settings.device == "cpu"
+    return {
+        "attention_backend": spec.attention_backend,
+        "device": _cpus() if is_cpu else _gpu_names(),
+        "batchjob": __version__,
+        **{package: _version(package) for package in ("torch", "transformers", "triton")},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpus() -> str:
+    """Several workers on one CPU are told their share of the threads in OMP_NUM_THREADS."""
+    threads = os.environ.get("OMP_NUM_THREADS")
+    return f"{platform.machine()}, {len(os.sched_getaffinity(0))} CPUs" + (f", {threads} threads" if threads else "")
+
+
+def _gpu_names() -> str:
+    """The kinds of GPU in this machine, as the driver names them."""
+    names = set()
+    for path in Path("/proc/driver/nvidia/gpus").glob("*/information"):
+        found = re.search(r"^Model:\s*(.+)$", path.read_text(), re.MULTILINE)
+        names.add(found[1].strip() if found else "unknown")
+    return ", ".join(sorted(names)) or "cuda"
+
+
+def prompt_source(spec: JobSpec, settings: Settings, columns: Iterable[str]) -> PromptSource:
+    """Where prompts come from. What can never work is refused here, before a model is loaded."""
+    source = resolve_prompt(spec, columns)
+    wants_template = spec.chat or spec.system is not None or source.kind == "messages"
+    if wants_template and not settings.has_chat_template:
+        assert settings.model is not None
+        raise UsageError(
+            f"{settings.model.name} has no chat template: use an instruction-tuned model, or send text with --prompt "
+            "and without --chat, --system and --messages"
+        )
+    return source
+
+
+def prompt_config(spec: JobSpec, settings: Settings, source: PromptSource, clock: str | None) -> PromptConfig:
+    """All that prompts depend on. `clock` is the job's, see `now`."""
+    from batchjob.prompts import PromptConfig
+
+    return PromptConfig(
+        source=source,
+        sampling=settings.sampling,
+        max_model_len=settings.max_model_len,
+        vocab_size=settings.vocab_size,
+        chat=spec.chat,
+        system=spec.system,
+        length_policy=spec.length_policy,
+        special_tokens=settings.special_tokens() if source.params else {},
+        clock=clock,
+    )
+
+
+def now() -> str:
+    """The local time, to be kept: what a chat template that writes the date takes for now in every process of a job."""
+    return datetime.now().isoformat(timespec="seconds")
+
+
+def describe_sampling(sampling: SamplingParams) -> str:
+    """The settings in force, for the header: those that differ from neutral, and always temperature and max_tokens."""
+    neutral = asdict(SamplingParams())
+    shown = {
+        name: value
+        for name, value in asdict(sampling).items()
+        if value != neutral[name] and name not in ("temperature", "max_tokens")
+    }
+    limit = "what the context leaves" if sampling.max_tokens is None else sampling.max_tokens
+    first = "greedy" if sampling.greedy else f"temperature {sampling.temperature:g}"
+    return ", ".join([first, f"max_tokens {limit}", *(f"{name} {value}" for name, value in shown.items())])
+
+
+def parse_memory(text: str | None, *, name: str = "--kv-cache-memory") -> int | None:
+    """Bytes from "2GiB", "500MB", "1e9". Raises UsageError."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
+    if match is None:
+        raise UsageError(f"{name} must be a size such as 2GiB or 500MB, not {text!r}")
+    size = int(float(match[1]) * _UNITS[match[2] or ""])
+    if size < 1:
+        raise UsageError(f"{name} must be above 0")
+    return size

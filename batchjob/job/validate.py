@@ -1,0 +1,310 @@
+"""What `batchjob validate` finds out about a job's input without a model: one streaming pass, bounded memory, no torch.
+
+Rows go the way they go in a run: the same readers, templates, tokenizer and limits.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from batchjob.errors import InputDataError
+from batchjob.inputs.duplicates import MAX_EXAMPLES, DuplicateFinder
+from batchjob.inputs.planner import PlanResult, make_plan
+from batchjob.inputs.reader import InputReader
+from batchjob.job.first_rows import check_first_rows
+from batchjob.job.settings import now, parse_memory, prompt_config, prompt_source
+from batchjob.job.stopping import time_limit
+from batchjob.prompts import PromptBuilder
+from batchjob.prompts.feeder import Feeder, FeederConfig, InlineFeeder, PromptFeeder
+from batchjob.prompts.paths import look_up_or_none
+from batchjob.prompts.tokenizer import Tokenizer, load_tokenizer
+from batchjob.records import Prompt, Record
+from batchjob.report.progress import printable
+from batchjob.spec import JobSpec
+from batchjob.store.schema import output_schema
+
+if TYPE_CHECKING:
+    from batchjob.job.settings import Settings
+    from batchjob.plan import Chunk
+
+_SHOWN_CHARS = 2000  # of the first prompt
+_SHOWN_TOKENS = 256
+_CHUNKS_AHEAD = 4
+
+
+@dataclass(slots=True)
+class Report:
+    """What `validate_input` found. `errors` maps an error type to its count and the first few messages."""
+
+    files: list[str]
+    columns: dict[str, str]
+    prompt: str
+    num_rows: int = 0
+    num_chunks: int = 0
+    num_bad_rows: int = 0
+    errors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    num_prompt_tokens: int = 0
+    token_lengths: dict[str, float] = field(default_factory=dict)  # min, median, mean, p90, p99, max
+    token_histogram: dict[str, int] = field(default_factory=dict)  # "64-127": prompts
+    shared_prefix_share: float = 0.0  # of the prompt tokens: full blocks that an earlier prompt begins with too
+    shared_prefix_exact: bool = True
+    num_rows_with_special_tokens: int = 0
+    special_token_examples: list[str] = field(default_factory=list)
+    id_column: str | None = None
+    num_duplicate_ids: int = 0  # rows whose id an earlier row has
+    duplicate_id_examples: list[dict[str, str]] = field(default_factory=list)  # id, first, again
+    num_missing_ids: int = 0
+    first_prompt_text: str | None = None
+    first_prompt_tokens: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    max_error_rate: float = 0.01
+
+    @property
+    def exit_code(self) -> int:
+        """65 where a run would end with it: too many bad rows, or all of them, or a damaged file."""
+        bad = self.num_bad_rows
+        too_many = bad > self.max_error_rate * self.num_rows or (bad > 0 and bad == self.num_rows)
+        return InputDataError.exit_code if too_many or "input_damaged" in self.errors else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "exit_code": self.exit_code}
+
+    def render(self) -> str:
+        """Lines for a terminal; control characters in the input's text are escaped."""
+        lines = [
+            f"{self.num_rows:,} rows in {len(self.files):,} file{'s' * (len(self.files) != 1)}, "
+            f"{self.num_chunks:,} chunk{'s' * (self.num_chunks != 1)}; prompt from {self.prompt}",
+            "columns: " + ", ".join(f"{name} ({kind})" for name, kind in self.columns.items()),
+            f"bad rows: {self.num_bad_rows:,}",
+        ]
+        for kind, found in self.errors.items():
+            lines.append(f"  {kind}: {found['count']:,}")
+            lines += [f"    {example}" for example in found["examples"]]
+        if self.token_lengths:
+            shown = ", ".join(f"{name} {value:,.4g}" for name, value in self.token_lengths.items())
+            lines.append(f"prompt tokens: {self.num_prompt_tokens:,} in all; {shown}")
+            most = max(self.token_histogram.values())
+            for bucket, count in self.token_histogram.items():
+                lines.append(f"  {bucket:>15} {count:>12,} {'#' * -(-40 * count // most)}")
+            exact = "" if self.shared_prefix_exact else " (at least)"
+            lines.append(f"shared prefixes: {self.shared_prefix_share:.1%} of the prompt tokens{exact}")
+        lines.append(f"rows whose text holds special tokens: {self.num_rows_with_special_tokens:,}")
+        lines += [f"  {example}" for example in self.special_token_examples]
+        if self.id_column is not None:
+            missing = f", {self.num_missing_ids:,} without one" if self.num_missing_ids else ""
+            lines.append(f"duplicate ids in {self.id_column!r}: {self.num_duplicate_ids:,}{missing}")
+            lines += [f"  {d['id']}: {d['first']} and {d['again']}" for d in self.duplicate_id_examples]
+        if self.first_prompt_tokens:
+            lines.append("first prompt, as text and as tokens:")
+            if self.first_prompt_text is not None:
+                lines += [f"  | {line}" for line in self.first_prompt_text.split("\n")]
+            lines.append("  " + " ".join(map(repr, self.first_prompt_tokens)))
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        return "\n".join(printable(line, limit=8000) for line in lines)
+
+
+def validate_job(spec: JobSpec, settings: Settings) -> Report:
+    """Plans the job's input and checks every row of it. Raises what a run would raise before its first row."""
+    result = make_plan(spec, num_workers_hint=spec.num_shards)
+    output_schema(result.plan, output_token_ids=spec.output_token_ids)  # refuses names and types
+    parse_memory(spec.kv_cache_memory)
+    time_limit(spec, None, lambda line: None)
+    if not result.plan.num_rows:
+        files = [file.path for file in result.plan.files]
+        return Report(files, dict(result.columns), "nothing", warnings=[*result.warnings, "the input has no rows"])
+    source = prompt_source(spec, settings, result.columns)
+    prompt = prompt_config(spec, settings, source, now())
+    tokenizer = "fake" if settings.model is None else settings.model.path
+    config = FeederConfig(result.plan, prompt, tokenizer, spec.max_row_bytes)
+    warnings = check_first_rows(
+        result.plan, prompt, load_tokenizer(tokenizer), list(result.columns), max_row_bytes=spec.max_row_bytes
+    )
+    report = validate_input(result, config, block_size=spec.block_size, max_error_rate=spec.max_error_rate)
+    report.warnings += warnings
+    return report
+
+
+def validate_input(
+    result: PlanResult, config: FeederConfig, *, block_size: int = 16, max_error_rate: float = 0.01
+) -> Report:
+    """Reads, renders and tokenises every row of the plan and reports what a run would meet.
+
+    Raises what a run would raise before its first row (InputMissingError, InputDataError, UsageError).
+    """
+    source = config.prompt.source
+    report = Report(
+        files=[file.path for file in result.plan.files],
+        columns=dict(result.columns),
+        prompt=f"{source.kind} {source.template!r}"
+        if source.template
+        else f"{source.kind} {', '.join(source.columns)}",
+        num_chunks=len(result.plan.chunks),
+        id_column=source.id,
+        warnings=list(result.warnings),
+        max_error_rate=max_error_rate,
+    )
+    tokenizer = load_tokenizer(config.tokenizer)
+    builder = PromptBuilder(config.prompt, tokenizer)
+    reader = InputReader(result.plan, max_row_bytes=config.max_row_bytes)
+    lengths: Counter[int] = Counter()
+    prefixes = PrefixShare(block_size)
+    special = _SpecialTokens(tokenizer.special_tokens)
+    with DuplicateFinder() as ids, closing(_feeder(config, report)) as feeder:
+        records, prompts = _records(reader, result, source.read), _prompts(feeder, result.plan.chunks)
+        for record, prompt in zip(records, prompts, strict=True):
+            report.num_rows += 1
+            _note_row(report, record, prompt, special, source.columns)
+            row_id = None if source.id is None else look_up_or_none(record.fields, source.id)
+            if row_id is not None:
+                ids.add(json.dumps(row_id, default=str), record.where)
+            elif source.id is not None:
+                report.num_missing_ids += 1
+            if prompt.error is None:
+                lengths[len(prompt.token_ids)] += 1
+                prefixes.add(prompt.token_ids)
+                if not report.first_prompt_tokens:
+                    _note_first(report, builder.prompt_text(record), prompt, tokenizer)
+        report.num_duplicate_ids, report.duplicate_id_examples = ids.result()
+    report.warnings += reader.warnings
+    reader.close()
+    report.num_prompt_tokens = sum(length * count for length, count in lengths.items())
+    report.token_lengths = length_summary(lengths)
+    report.token_histogram = length_histogram(lengths)
+    report.shared_prefix_share, report.shared_prefix_exact = prefixes.share, prefixes.exact
+    return report
+
+
+def _records(reader: InputReader, result: PlanResult, columns: Sequence[str]) -> Iterator[Record]:
+    for chunk in result.plan.chunks:
+        yield from reader.rows(chunk, columns)
+
+
+def _feeder(config: FeederConfig, report: Report) -> PromptFeeder:
+    """A tokeniser that may come down at a row does so in a process of its own, as in a run."""
+    return InlineFeeder(config) if config.tokenizer == "fake" else Feeder(config, report.warnings.append)
+
+
+def _prompts(feeder: PromptFeeder, chunks: Sequence[Chunk]) -> Iterator[Prompt]:
+    num_fed = num_done = 0
+    while num_done < len(chunks):
+        while num_fed < min(len(chunks), num_done + _CHUNKS_AHEAD):
+            feeder.feed(chunks[num_fed])
+            num_fed += 1
+        for batch in feeder.poll(1.0):
+            yield from batch.prompts
+            num_done += batch.last
+
+
+def _note_row(report: Report, record: Record, prompt: Prompt, special: _SpecialTokens, columns: Sequence[str]) -> None:
+    error = prompt.error
+    if error is not None:
+        report.num_bad_rows += 1
+        found = report.errors.setdefault(error.type, {"count": 0, "examples": []})
+        found["count"] += 1
+        if len(found["examples"]) < MAX_EXAMPLES:
+            found["examples"].append(error.message)
+        return
+    token = special.find([look_up_or_none(record.fields, name) for name in columns])
+    if token is not None:
+        report.num_rows_with_special_tokens += 1
+        if len(report.special_token_examples) < MAX_EXAMPLES:
+            report.special_token_examples.append(f"{record.where}: {token}")
+
+
+def _note_first(report: Report, text: str | None, prompt: Prompt, tokenizer: Tokenizer) -> None:
+    if text is not None and len(text) > _SHOWN_CHARS:
+        text = text[:_SHOWN_CHARS] + "..."
+    report.first_prompt_text = text
+    shown = tokenizer.convert_ids_to_tokens(prompt.token_ids[:_SHOWN_TOKENS])
+    left = len(prompt.token_ids) - len(shown)
+    report.first_prompt_tokens = [*shown, f"... {left:,} more"] if left else shown
+
+
+def length_summary(lengths: Counter[int]) -> dict[str, float]:
+    """Minimum, median, mean, 90 and 99 per cent points (of the nearest rank) and maximum."""
+    total = sum(lengths.values())
+    if not total:
+        return {}
+    ordered = sorted(lengths.items())
+
+    def rank(share: float) -> int:
+        left = max(1, -(-share * total // 1))
+        for length, count in ordered:
+            left -= count
+            if left <= 0:
+                return length
+        return ordered[-1][0]
+
+    mean = sum(length * count for length, count in ordered) / total
+    return {
+        "min": ordered[0][0],
+        "median": rank(0.5),
+        "mean": round(mean, 2),
+        "p90": rank(0.9),
+        "p99": rank(0.99),
+        "max": ordered[-1][0],
+    }
+
+
+def length_histogram(lengths: Counter[int]) -> dict[str, int]:
+    """Prompts per power of two of their length, from the shortest to the longest, empty buckets included."""
+    if not lengths:
+        return {}
+    buckets: Counter[int] = Counter()
+    for length, count in lengths.items():
+        buckets[length.bit_length()] += count
+    shown = range(min(buckets), max(buckets) + 1)
+    return {f"{1 << bits >> 1}-{(1 << bits) - 1}": buckets[bits] for bits in shown}
+
+
+class PrefixShare:
+    """The share of prompt tokens in full blocks that an earlier prompt begins with too: what a prefix cache can save.
+
+    At most `max_blocks` different prefixes are remembered; beyond that the share is a lower bound (`exact` is False).
+    """
+
+    def __init__(self, block_size: int, *, max_blocks: int = 500_000) -> None:
+        self._block_size, self._max_blocks = block_size, max_blocks
+        self._seen: set[int] = set()
+        self._tokens = 0
+        self._shared = 0
+        self.exact = True
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        size, seen = self._block_size, self._seen
+        chain = 0
+        self._tokens += len(token_ids)
+        for start in range(0, len(token_ids) - size + 1, size):
+            chain = hash((chain, *token_ids[start : start + size]))
+            if chain in seen:
+                self._shared += size
+            elif len(seen) < self._max_blocks:
+                seen.add(chain)
+            else:
+                self.exact = False
+                return
+
+    @property
+    def share(self) -> float:
+        return self._shared / self._tokens if self._tokens else 0.0
+
+
+class _SpecialTokens:
+    """Looks for the tokenizer's control tokens in the text of a row."""
+
+    def __init__(self, tokens: Sequence[str]) -> None:
+        longest_first = sorted((token for token in tokens if token), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def find(self, value: Any) -> str | None:
+        if isinstance(value, str):
+            match = self._pattern.search(value)
+            return match[0] if match else None
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        return next((found for item in items if (found := self.find(item)) is not None), None)

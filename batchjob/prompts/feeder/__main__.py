@@ -1,0 +1,3 @@
+from batchjob.prompts.feeder.child import main
+
+main()

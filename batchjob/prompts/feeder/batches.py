@@ -1,0 +1,164 @@
+"""Chunks to batches of prompts: the work of a feeder, in whichever process."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from batchjob.errors import BatchJobError
+from batchjob.plan import Chunk, Plan
+from batchjob.prompts import PromptBuilder, PromptConfig
+from batchjob.records import Prompt, Record, RowError
+
+BATCH_ROWS = 256
+_BATCH_WEIGHT = 1 << 20  # characters or so of prompt text in one batch
+_WEIGHT_PER_SECOND = 20_000  # of the slowest tokeniser
+
+
+@dataclass(frozen=True, slots=True)
+class FeederConfig:
+    """`tokenizer`: a local directory, or "fake". A process that takes longer than these times to load its tokeniser, or
+    (on top of what the length of its rows explains) for a row, hangs; 0 for `load_seconds` is no limit."""
+
+    plan: Plan
+    prompt: PromptConfig
+    tokenizer: str
+    max_row_bytes: int = 64 << 20
+    load_seconds: float = 3600.0
+    row_seconds: float = 60.0
+    tokenizer_digest: str = ""  # `ModelInfo.text_digest`: its files must still be those that it was made of
+
+
+@dataclass(frozen=True, slots=True)
+class FedBatch:
+    """Some prompts of one chunk, in row order. `last` marks the end of the chunk, with or without prompts.
+
+    `warnings` are about the input files.
+    """
+
+    chunk_index: int
+    prompts: list[Prompt]
+    last: bool
+    warnings: tuple[str, ...] = ()
+
+
+class PromptFeeder(Protocol):
+    """The seam between the job and whoever makes prompts."""
+
+    def feed(self, chunk: Chunk, skip_rows: Collection[int] = ()) -> None:
+        """Queues a chunk; rows whose global ordinal is in `skip_rows` are left out. Chunks come back in this order."""
+        ...
+
+    def poll(self, timeout: float = 0.0) -> list[FedBatch]:
+        """What is ready; waits up to `timeout` seconds for something. Raises what went wrong with the input."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Source:
+    """Reads and builds, chunk by chunk."""
+
+    def __init__(self, config: FeederConfig) -> None:
+        from batchjob.inputs.reader import InputReader
+        from batchjob.prompts.tokenizer import load_tokenizer
+
+        self._reader = InputReader(config.plan, max_row_bytes=config.max_row_bytes)
+        self._columns = config.prompt.source.read
+        self._builder = PromptBuilder(config.prompt, load_tokenizer(config.tokenizer, config.tokenizer_digest))
+        self._row_seconds = config.row_seconds
+
+    def batches(
+        self,
+        chunk: Chunk,
+        skip_rows: Container[int],
+        *,
+        alone: Container[int] = (),
+        condemned: Mapping[int, str] | None = None,
+        begin: Callable[[list[Record], float], None] | None = None,
+        beat: Callable[[], None] | None = None,
+    ) -> Iterator[FedBatch]:
+        """Rows in `alone` are batches of their own. Those in `condemned` come to the error given there.
+
+        `begin` gets the rows of each batch before they are built, and the seconds after which they, or after a `beat`
+        the rest of them, take too long.
+        """
+        condemned = condemned or {}
+        for records in in_batches(self._reader.rows(chunk, self._columns, skip=skip_rows), alone):
+            if records[0].row_index in condemned:
+                error = RowError("tokenizer_crash", f"{records[0].where}: {condemned[records[0].row_index]}")
+                yield FedBatch(chunk.index, [self._builder.refuse(records[0], error)], False)
+                continue
+            if begin is not None:
+                begin(records, self._row_seconds + sum(map(_weight, records)) / _WEIGHT_PER_SECOND)
+            yield FedBatch(chunk.index, self._builder.build_many(records, beat), False)
+        warnings = tuple(self._reader.warnings)
+        self._reader.warnings.clear()
+        yield FedBatch(chunk.index, [], True, warnings)
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def in_batches(records: Iterable[Record], alone: Container[int] = ()) -> Iterator[list[Record]]:
+    """At most 256 rows or about a million characters at a time, but always at least one row. A row whose ordinal is in
+    `alone` is a batch of its own."""
+    batch: list[Record] = []
+    weight = 0
+    for record in records:
+        is_alone = record.row_index in alone
+        if is_alone and batch:
+            yield batch
+            batch, weight = [], 0
+        batch.append(record)
+        weight += _weight(record)
+        if is_alone or len(batch) >= BATCH_ROWS or weight >= _BATCH_WEIGHT:
+            yield batch
+            batch, weight = [], 0
+    if batch:
+        yield batch
+
+
+def _weight(record: Record) -> int:
+    """About the characters of a row's fields."""
+    total = 0
+    for value in record.fields.values():
+        if isinstance(value, str):
+            total += len(value)
+        elif isinstance(value, list):
+            total += 4 * len(value)
+            total += sum(len(str(item.get("content"))) for item in value if isinstance(item, dict))
+    return total
+
+
+class InlineFeeder:
+    """A PromptFeeder in this process and thread, for tests and for tokenisers that are known to be harmless."""
+
+    def __init__(self, config: FeederConfig, echo: Callable[[str], None] | None = None) -> None:
+        """`echo` is a Feeder's: nothing happens here that it would tell."""
+        self._source = Source(config)
+        self._queue: deque[Iterator[FedBatch]] = deque()
+        self._failure: BatchJobError | None = None
+
+    def feed(self, chunk: Chunk, skip_rows: Collection[int] = ()) -> None:
+        self._queue.append(self._source.batches(chunk, frozenset(skip_rows)))
+
+    def poll(self, timeout: float = 0.0) -> list[FedBatch]:
+        if self._failure is not None:
+            raise self._failure
+        if not self._queue:
+            return []
+        try:
+            batch = next(self._queue[0])
+        except BatchJobError as error:
+            self._failure = error
+            raise
+        if batch.last:
+            self._queue.popleft()
+        return [batch]
+
+    def close(self) -> None:
+        self._queue.clear()
+        self._source.close()

@@ -1,0 +1,229 @@
+"""The worker process of a supervisor: `python -m batchjob.supervisor.worker`, with its orders on standard input.
+
+It runs the job like any process does, tells its supervisor how far it is, and is gone within a second of the
+supervisor's death. Signals are the supervisor's; a stop comes as an order.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import pickle
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from batchjob.child_process import die_with_parent
+from batchjob.errors import BatchJobError, EngineError, FeederError, UnsupportedModelError
+from batchjob.job.observer import RUN, START, Watcher
+from batchjob.job.stop_signals import StopSignals
+from batchjob.report.console import echo
+from batchjob.supervisor.protocol import Kind, Lost, Orders, StopOrder, end_line, rows_line
+from batchjob.supervisor.worker_process import STACKS_SIGNAL
+
+if TYPE_CHECKING:
+    from batchjob.core.step_plan import StepPlan
+    from batchjob.job.observer import Team
+    from batchjob.plan import Chunk
+    from batchjob.report.progress import Counts
+    from batchjob.report.result import RunResult
+    from batchjob.store.store import Store
+
+ALIVE_INTERVAL = 0.5  # seconds between two signs of life: a stall timeout may be a second
+_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
+_DEVICE = ("cuda error", "cudnn error", "nccl error", "no cuda gpus are available")
+
+
+class OrderedStop(StopSignals):
+    """The end as the supervisor wants it. No signal is handled here."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: 0.0)
+
+    def __enter__(self) -> OrderedStop:
+        return self
+
+    def take(self, order: StopOrder) -> None:
+        self.warned = order.warned
+        self.deadline = order.deadline
+        self.now = order.now
+        self.reason = self.reason or order.reason
+
+
+class PipeWatcher(Watcher):
+    """Writes to the supervisor. A line is one write before the fact that it tells of, so it survives a crash."""
+
+    def __init__(self, orders: Orders, stop: OrderedStop) -> None:
+        self.assignment = orders.assignment
+        self.team = orders.team
+        self.current_phase = START
+        self._fd = orders.report_fd
+        self._stop = stop
+        self._in_flight: set[int] = set()
+        self._finished: list[int] = []
+        self._next_alive = 0.0
+        self._counts: Counts | None = None
+        self._left: list[dict[str, Any]] = []
+        self._is_shard_in_parts = False
+        self._sending = threading.Lock()
+
+    def stop(self, signals: StopSignals) -> StopSignals:
+        return self._stop
+
+    def attempt(self, name: str, directory: Path) -> None:
+        self.send(f"attempt {json.dumps([name, str(directory)])}\n")
+
+    def phase(self, name: str) -> None:
+        self.current_phase = name
+        self._tell_finished()
+        self.send(f"phase {name}\n")
+
+    @property
+    def before_step(self) -> Callable[[StepPlan], None]:
+        return self._tell_admitted
+
+    def _tell_admitted(self, plan: StepPlan) -> None:
+        """A row that is new to the engine is in the prefill part of a plan, whatever the prefix cache had of it."""
+        prefills = plan.slices[plan.num_decodes :]
+        if not prefills:
+            return
+        in_flight = self._in_flight
+        rows = {piece.seq.request.row_index: None for piece in prefills}
+        new = [row for row in rows if row not in in_flight]
+        if new:
+            in_flight.update(new)
+            self._tell_finished()
+            self.send(rows_line("+", new))
+
+    def finished(self, row_index: int) -> None:
+        self._in_flight.discard(row_index)
+        self._finished.append(row_index)
+
+    def alive(self, prompt_tokens: int, output_tokens: int) -> None:
+        now = time.monotonic()
+        if now >= self._next_alive or self._finished:
+            self._tell_finished()
+            self._next_alive = now + ALIVE_INTERVAL
+            counts = self._counts
+            more = "" if counts is None else f" {counts.rows_failed} {counts.num_running} {counts.num_waiting}"
+            self.send(f". {prompt_tokens} {output_tokens}{more}\n")
+
+    def _tell_finished(self) -> None:
+        if self._finished:
+            self.send(rows_line("-", self._finished))
+            self._finished.clear()
+
+    def follow(self, counts: Counts) -> None:
+        self._counts = counts
+
+    def send(self, line: str) -> None:
+        data = line.encode()
+        try:
+            with self._sending:
+                while data:
+                    data = data[os.write(self._fd, data) :]
+        except OSError:
+            os._exit(1)  # the supervisor is gone
+
+
+class TeamWatcher(PipeWatcher):
+    """Of a worker that is one of several: the supervisor prints, for all of them."""
+
+    team: Team
+
+    def say(self, line: str) -> None:
+        self.send(f"say {json.dumps(line)}\n")
+
+    def header(self, lines: Sequence[str], echo: Callable[[str], None]) -> None:
+        self.send(f"header {json.dumps(list(lines))}\n")
+
+    def share(self, chunks: Iterable[Chunk], committed: Collection[int] | None) -> None:
+        mine = [chunk for chunk in chunks if self.team.has(chunk.index)]
+        num_done = sum(chunk.num_rows for chunk in mine if committed is None or chunk.index in committed)
+        self.send(f"share {sum(chunk.num_rows for chunk in mine)} {num_done}\n")
+
+    def opened(self, chunk: Chunk, num_complete: int) -> None:
+        self._tell_finished()
+        self.send(f"chunk {chunk.index} {chunk.row_index} {chunk.num_rows} {num_complete}\n")
+
+    def counted(self, store: Store) -> None:
+        self._left = [store.committed_counts().to_json(), store.open_counts().to_json()]
+        committed = store.committed()
+        self._is_shard_in_parts = all(
+            chunk.index in committed for chunk in store.plan.chunks if self.team.has(chunk.index)
+        )
+
+    def result(self, result: RunResult, echo: Callable[[str], None]) -> None:
+        self._tell_finished()
+        in_parts, in_open = self._left or ({}, {})
+        message = {"result": asdict(result), "parts": in_parts, "open": in_open, "complete": self._is_shard_in_parts}
+        self.send(f"result {json.dumps(message)}\n")
+
+
+def main() -> None:
+    control = os.fdopen(os.dup(0), "rb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what this process starts must not read its orders
+    orders = pickle.load(control)
+    die_with_parent(orders.parent_pid)
+    faulthandler.enable(orders.stacks_fd)
+    faulthandler.register(STACKS_SIGNAL, orders.stacks_fd)
+    stop = OrderedStop()
+    threading.Thread(target=_listen, args=(control, stop, orders.team), name="orders", daemon=True).start()
+    watcher = PipeWatcher(orders, stop) if orders.team is None else TeamWatcher(orders, stop)
+    kind, code, message = _run(orders, watcher)
+    watcher.phase("end")
+    watcher.send(end_line(kind, code, message))
+    os._exit(code)  # not through the interpreter's end, where native libraries at times crash or hang
+
+
+def _listen(control: IO[bytes], stop: OrderedStop, team: Team | None) -> None:
+    while True:
+        try:
+            message = pickle.load(control)
+            if isinstance(message, Lost) and team is not None:
+                team.lost.add(message.member)
+            else:
+                stop.take(message)
+        except (EOFError, OSError, pickle.UnpicklingError):
+            os._exit(1)  # the supervisor is gone; what is finished has been written
+
+
+def _run(orders: Orders, watcher: PipeWatcher) -> tuple[Kind, int, str]:
+    from batchjob.job.run import run
+
+    try:
+        say = watcher.say if isinstance(watcher, TeamWatcher) else echo
+        return Kind.EXIT, run(orders.spec, echo=say, watcher=watcher).exit_code, ""
+    except Exception as error:
+        kind = classify(error, watcher.current_phase)
+        code = error.exit_code if isinstance(error, BatchJobError) else 1
+        if orders.debug or not isinstance(error, BatchJobError):
+            traceback.print_exc()
+        elif kind is Kind.EXIT and orders.team is None:
+            echo(f"batchjob: {error}")
+        return kind, code, f"{error}" if isinstance(error, BatchJobError) else f"{type(error).__name__}: {error}"
+
+
+def classify(error: Exception, phase: str) -> Kind:
+    """Whether another attempt may do better than the one that ended with this error."""
+    is_engine = isinstance(error, EngineError) and not isinstance(error, UnsupportedModelError | FeederError)
+    if isinstance(error, BatchJobError) and not is_engine:
+        return Kind.EXIT
+    cause: BaseException | None = error
+    while cause is not None:
+        text, name = str(cause).lower(), type(cause).__name__
+        if name in ("MemoryError", "OutOfMemoryError") or any(sign in text for sign in _MEMORY):
+            return Kind.MEMORY
+        if any(sign in text for sign in _DEVICE):
+            return Kind.DEVICE
+        cause = cause.__cause__ or cause.__context__
+    return Kind.CRASH if phase == RUN and is_engine else Kind.EXIT
+
+
+if __name__ == "__main__":
+    main()

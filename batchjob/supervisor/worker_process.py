@@ -1,0 +1,123 @@
+"""One worker process: starting it, hearing it, telling it to stop, and getting its stacks before it is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+
+from batchjob.job.observer import Assignment, Team
+from batchjob.spec import JobSpec
+from batchjob.supervisor.protocol import Lost, Orders, StopOrder
+
+WORKER = (sys.executable, "-m", "batchjob.supervisor.worker")  # tests put a program of their own here
+STACKS_SIGNAL = signal.SIGQUIT  # the worker answers it with the stacks of all its threads
+_STACKS_WAIT = 2.0  # seconds for that answer
+_STACKS_LOOK = 0.1  # seconds in which it must not have grown to be complete
+_MAX_STACKS = 1 << 20  # bytes of it that are kept
+# Stopping is the supervisor's business: a worker never sees these, even if a terminal or SLURM sends them to all.
+_BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+
+
+class WorkerProcess:
+    """Standard output and error are the supervisor's own, so that a bar and lines look as if there were one process."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        assignment: Assignment,
+        *,
+        debug: bool,
+        team: Team | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        """`environ` are variables on top of those of this process."""
+        self._report_fd, report_end = os.pipe()
+        os.set_blocking(self._report_fd, False)
+        # In memory: there may be no place for temporary files, and no disk is to be waited for when a process hangs.
+        self._stacks = os.fdopen(os.memfd_create("batchjob-stacks"), "w+b")
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+        try:
+            self._process = subprocess.Popen(
+                WORKER,
+                stdin=subprocess.PIPE,
+                pass_fds=(report_end, self._stacks.fileno()),
+                bufsize=0,
+                env={**os.environ, **environ} if environ else None,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            os.close(report_end)
+        self._stacks_asked = self._stacks_seen = 0.0
+        self._stacks_size = 0
+        self.tell(Orders(spec, assignment, os.getpid(), report_end, self._stacks.fileno(), debug, team))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fileno(self) -> int:
+        """Readable when the worker has said something, or is gone."""
+        return self._report_fd
+
+    def read(self) -> bytes | None:
+        """What it has said since the last call; None once it is gone and everything is read."""
+        data = b""
+        while True:
+            try:
+                block = os.read(self._report_fd, 1 << 16)
+            except BlockingIOError:
+                return data
+            if not block:
+                return data or None
+            data += block
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout: float) -> int | None:
+        """Its return code (minus the signal that killed it), or None if it is still there."""
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def ask_for_stacks(self) -> None:
+        self._process.send_signal(STACKS_SIGNAL)
+        self._stacks_asked = self._stacks_seen = time.monotonic()
+
+    def has_answered(self) -> bool:
+        """Whether its stacks are written, or it is clear that they will not be."""
+        now = time.monotonic()
+        if now < self._stacks_seen + _STACKS_LOOK:
+            return False
+        before, self._stacks_size = self._stacks_size, os.fstat(self._stacks.fileno()).st_size
+        self._stacks_seen = now
+        return self._stacks_size == before > 0 or now >= self._stacks_asked + _STACKS_WAIT
+
+    def stacks(self) -> str:
+        """What it wrote of its stacks, when asked or when it crashed."""
+        self._stacks.seek(0)
+        return self._stacks.read(_MAX_STACKS).decode(errors="replace").strip()
+
+    def close(self) -> None:
+        """Ends it, if it has not ended, and lets go of it."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        os.close(self._report_fd)
+        self._stacks.close()
+
+    def tell(self, message: Orders | StopOrder | Lost) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it is gone, which is seen elsewhere
+            data = memoryview(pickle.dumps(message))
+            while data:
+                data = data[os.write(self._process.stdin.fileno(), data) :]

@@ -1,0 +1,1 @@
+"""The attention backends, one a module, and their choice."""

@@ -1,0 +1,1 @@
+"""Sampling in Triton, and the table of settings that its kernels read."""

@@ -1,0 +1,64 @@
+"""What is known of a worker from what it said, and what the kernel says about memory."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchjob.supervisor.oom import num_memory_kills
+from batchjob.supervisor.protocol import Kind, end_line, rows_line
+from batchjob.supervisor.worker_state import Journal
+
+TEXT = (
+    "phase load\n"
+    'attempt ["a1", "/out/.batchjob/attempts"]\n'
+    "phase run\n"
+    + rows_line("+", [4, 5, 6])
+    + rows_line("+", [7])
+    + rows_line("-", [5, 9])
+    + ". 30 12\n"
+    + end_line(Kind.MEMORY, 70, "no\nroom")
+).encode()
+
+
+@given(st.lists(st.integers(0, len(TEXT)), max_size=6))
+def test_lines_may_come_in_any_pieces(cuts: list[int]) -> None:
+    journal = Journal(suspects=[5, 6])
+    edges = [0, *sorted(cuts), len(TEXT)]
+    for start, stop in pairwise(edges):
+        journal.feed(TEXT[start:stop])
+    assert (journal.phase, journal.attempt, str(journal.directory)) == ("run", "a1", "/out/.batchjob/attempts")
+    assert (list(journal.in_flight), journal.newest, journal.cleared) == ([4, 6, 7], (7,), {5})
+    assert (journal.num_finished, journal.prompt_tokens, journal.output_tokens) == (2, 30, 12)
+    assert journal.end == (Kind.MEMORY, 70, "no\nroom")
+
+
+def test_a_line_that_a_kill_cut_off_counts_for_nothing() -> None:
+    journal = Journal()
+    journal.feed(b"phase run\n+ 1 2\n+ 3 4")
+    assert list(journal.in_flight) == [1, 2]
+
+
+def test_the_engine_has_computed_once_something_follows_its_first_rows() -> None:
+    journal = Journal()
+    journal.feed(b"phase run\n. 0 0\n+ 1 2\n")
+    assert not journal.has_computed
+    journal.feed(b"+ 3\n")
+    assert journal.has_computed
+
+
+def test_kills_by_the_kernel_are_counted_wherever_they_show(tmp_path: Path) -> None:
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    assert num_memory_kills(proc, cgroups) == 0
+    (proc / "vmstat").write_text("nr_free_pages 7\noom_kill 2\n")
+    assert num_memory_kills(proc, cgroups) == 2
+    (proc / "self" / "cgroup").write_text("4:cpu,memory:/job\n0::/job.scope\n")
+    files = {"memory/job/memory.oom_control": "under_oom 0\noom_kill 1\n", "job.scope/memory.events": "oom_kill 3\n"}
+    for path, text in files.items():
+        (cgroups / path).parent.mkdir(parents=True)
+        (cgroups / path).write_text(text)
+    assert num_memory_kills(proc, cgroups) == 6
