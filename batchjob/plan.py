@@ -1,4 +1,4 @@
-"""The frozen plan: which input files, which rows, cut into which chunks. `io.planner` makes it, `store` keeps it.
+"""The frozen plan: which input files, which rows, cut into which chunks. `inputs.planner` makes it, `store` keeps it.
 
 Row identity is (input file, ordinal in it) = the global `row_index`; an id column of the user is data, never a key.
 """
@@ -19,7 +19,7 @@ class InputFile:
     size: int  # bytes
     mtime_ns: int
     num_rows: int
-    digest: str  # see io.inputs.digest; so that a mere touch can be told from a change
+    digest: str  # see inputs.find.digest; so that a mere touch can be told from a change
     ctime_ns: int = 0  # of the inode: a change cannot hide it, as it can the other; 0 in plans of earlier versions
 
 
@@ -32,7 +32,7 @@ class Segment:
     num_rows: int
     byte_offset: int = 0  # of the decompressed stream; 0 for Parquet
     line: int = 1  # physical line number at byte_offset, from 1
-    digest: str = ""  # of its lines (see io.digests); none for Parquet, and in plans of earlier versions
+    digest: str = ""  # of its lines (see inputs.digests); none for Parquet, and in plans of earlier versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class JobPlan:
     """Deterministic in the inputs and `chunk_rows`; independent of the number of shards.
 
     `columns` maps every carried column in output order to how it is stored: "parquet" (type as in the input file,

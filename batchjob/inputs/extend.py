@@ -17,11 +17,11 @@ from batchjob.inputs.formats.detect import FoundFile
 from batchjob.inputs.planner import PlanResult, plan_files
 from batchjob.inputs.reader import InputReader
 from batchjob.inputs.unify import is_certain, join
-from batchjob.plan import Chunk, Plan
+from batchjob.plan import Chunk, JobPlan
 from batchjob.spec import JobSpec
 
 
-def plan_extension(spec: JobSpec, plan: Plan, new: Sequence[FoundFile], *, num_workers_hint: int = 1) -> PlanResult:
+def plan_extension(spec: JobSpec, plan: JobPlan, new: Sequence[FoundFile], *, num_workers_hint: int = 1) -> PlanResult:
     """Plans files that `plan` does not have. The result's chunks, rows and file numbers follow those of `plan`.
 
     Deterministic like `make_plan`. Raises InputMissingError and InputDataError; the latter also where a carried column
@@ -42,11 +42,11 @@ def plan_extension(spec: JobSpec, plan: Plan, new: Sequence[FoundFile], *, num_w
     )
     return replace(
         found,
-        plan=Plan(files=found.plan.files, chunks=chunks, columns=plan.columns, arrow_schema=plan.arrow_schema),
+        plan=JobPlan(files=found.plan.files, chunks=chunks, columns=plan.columns, arrow_schema=plan.arrow_schema),
     )
 
 
-def _check_columns(plan: Plan, found: PlanResult, names: str, max_row_bytes: int) -> None:
+def _check_columns(plan: JobPlan, found: PlanResult, names: str, max_row_bytes: int) -> None:
     """A carried column that the new files lack is null there; one of another type cannot be stored."""
     have = _schema(found.plan)
     for field in _schema(plan):
@@ -71,7 +71,7 @@ def _check_columns(plan: Plan, found: PlanResult, names: str, max_row_bytes: int
                 look(file.path, field.name, field.type, "run a new job with another --output")
 
 
-def _look_at_rows(plan: Plan, found: PlanResult, field: pa.Field, max_row_bytes: int) -> None:
+def _look_at_rows(plan: JobPlan, found: PlanResult, field: pa.Field, max_row_bytes: int) -> None:
     """Reads one column of the new files as the job will. Raises InputDataError where a row has another type."""
     alone = replace(
         found.plan,
@@ -90,5 +90,5 @@ def _look_at_rows(plan: Plan, found: PlanResult, field: pa.Field, max_row_bytes:
                 ) from error
 
 
-def _schema(plan: Plan) -> pa.Schema:
+def _schema(plan: JobPlan) -> pa.Schema:
     return pa.ipc.read_schema(pa.py_buffer(plan.arrow_schema))

@@ -22,7 +22,7 @@ from batchjob.inputs.formats.parquet_footers import check_footers
 from batchjob.inputs.names import partition_kinds
 from batchjob.inputs.streams import iter_lines
 from batchjob.inputs.walk import check_regular
-from batchjob.plan import Chunk, InputFile, Plan, Segment
+from batchjob.plan import Chunk, InputFile, JobPlan, Segment
 from batchjob.records import RowError
 from batchjob.spec import JobSpec
 
@@ -34,9 +34,9 @@ _ARROW = {"int64": pa.int64(), "double": pa.float64(), "bool": pa.bool_(), "stri
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """`columns`: every input column and its kind (as in Plan.columns), carried or not. Bad lines are rows too."""
+    """`columns`: every input column and its kind (as in JobPlan.columns), carried or not. Bad lines are rows too."""
 
-    plan: Plan
+    plan: JobPlan
     columns: Mapping[str, str]
     warnings: tuple[str, ...] = ()
     num_bad_rows: int = 0
@@ -133,7 +133,7 @@ def plan_files(
     else:
         kept = [name for name in scan.columns if name in carried]
     schema = unify_schemas(scan.schemas, kept) if scan.schemas else _jsonl_schema(scan, kept)
-    plan = Plan(
+    plan = JobPlan(
         files=tuple(scan.files),
         chunks=tuple(_cut(scan.files, size, scan.index)),
         columns={name: scan.columns[name] for name in kept},

@@ -18,7 +18,7 @@ from batchjob.inputs.find import check_size, check_unchanged
 from batchjob.inputs.formats import jsonl, parquet
 from batchjob.inputs.names import partition_values
 from batchjob.inputs.positions import BatchPosition, Line, LinePosition
-from batchjob.plan import Chunk, InputFile, Plan, Segment
+from batchjob.plan import Chunk, InputFile, JobPlan, Segment
 from batchjob.records import Record, RowError
 
 MAX_ROW_BYTES = 64 << 20
@@ -34,7 +34,7 @@ class InputReader:
     Raises InputMissingError where an input file is gone or no longer what was planned.
     """
 
-    def __init__(self, plan: Plan, *, max_row_bytes: int = MAX_ROW_BYTES) -> None:
+    def __init__(self, plan: JobPlan, *, max_row_bytes: int = MAX_ROW_BYTES) -> None:
         self._files = plan.files
         self._kinds = dict(plan.columns)
         self._schema = pa.ipc.read_schema(pa.py_buffer(plan.arrow_schema))
@@ -306,7 +306,7 @@ def _no_columns(num_rows: int) -> pa.Table:
 
 
 def read_rows(
-    plan: Plan,
+    plan: JobPlan,
     chunk: Chunk,
     columns: Sequence[str] | None,
     *,
@@ -321,7 +321,7 @@ def read_rows(
         reader.close()
 
 
-def read_carried(plan: Plan, chunk: Chunk, *, max_row_bytes: int = MAX_ROW_BYTES) -> pa.Table:
+def read_carried(plan: JobPlan, chunk: Chunk, *, max_row_bytes: int = MAX_ROW_BYTES) -> pa.Table:
     """One chunk's carried columns, see `InputReader.carried`. Keep an InputReader to read several chunks."""
     reader = InputReader(plan, max_row_bytes=max_row_bytes)
     try:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from batchjob.plan import Plan
+from batchjob.plan import JobPlan
 
 
-def shared_streams(plan: Plan, num_shards: int) -> list[str]:
+def shared_streams(plan: JobPlan, num_shards: int) -> list[str]:
     """Warnings about compressed files that several shards read: such a file cannot be entered in the middle."""
     readers: dict[int, set[int]] = {}
     for chunk in plan.chunks:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from batchjob.job.settings import Settings
-    from batchjob.plan import Chunk, Plan
+    from batchjob.plan import Chunk, JobPlan
     from batchjob.spec import JobSpec
     from batchjob.store.manifest import Manifest
 
@@ -24,7 +24,7 @@ _PACKED = 0.4  # size of carried columns in a part, of their size in a plain JSO
 _OPEN_ROWS_FACTOR = 4  # a row in a log takes more than in a part; logs hold open chunks only
 
 
-def expected_bytes(spec: JobSpec, settings: Settings, plan: Plan, todo: Sequence[Chunk]) -> int:
+def expected_bytes(spec: JobSpec, settings: Settings, plan: JobPlan, todo: Sequence[Chunk]) -> int:
     """About what the chunks still to do will take. A guess: how much a model writes is known afterwards."""
     num_rows = sum(chunk.num_rows for chunk in todo)
     if not num_rows:

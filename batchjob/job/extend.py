@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from batchjob.errors import InputDataError, InputMissingError, UsageError
-from batchjob.plan import InputFile, Plan
+from batchjob.plan import InputFile, JobPlan
 from batchjob.prompts.source import PromptSource, resolve_prompt
 from batchjob.report.progress import counted, duration
 from batchjob.spec import JobSpec
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Echo = Callable[[str], None]
 
 
-def find_new_inputs(spec: JobSpec, plan: Plan, echo: Echo) -> tuple[list[FoundFile], Plan]:
+def find_new_inputs(spec: JobSpec, plan: JobPlan, echo: Echo) -> tuple[list[FoundFile], JobPlan]:
     """The files of `--input` that the plan does not have: none, unless the job is to be extended. And the plan, with
     the paths and times that its files have now.
 
@@ -78,7 +78,7 @@ def _second_names(planned: Sequence[str], paths: Sequence[str]) -> set[str]:
     return {path for path in missing if ((found := os.stat(path)).st_dev, found.st_ino) in there}
 
 
-def _changes(plan: Plan, index: int, file: InputFile, max_row_bytes: int) -> str | None:
+def _changes(plan: JobPlan, index: int, file: InputFile, max_row_bytes: int) -> str | None:
     """As `check_unchanged`, which knows the ends of a JSONL file that is not read whole; its rows are compared here."""
     from batchjob.inputs.find import check_unchanged
     from batchjob.inputs.reader import InputReader
@@ -91,14 +91,14 @@ def _changes(plan: Plan, index: int, file: InputFile, max_row_bytes: int) -> str
     return f"{file.path} has a new modification time but the same content, as far as this job reads it"
 
 
-def _has_lines(plan: Plan, index: int) -> bool:
+def _has_lines(plan: JobPlan, index: int) -> bool:
     """Whether rows of a file have digests that say more than the file's own."""
     return plan.files[index].digest.startswith("ends:") and any(
         segment.digest for chunk in plan.chunks for segment in chunk.segments if segment.file_index == index
     )
 
 
-def _follow(plan: Plan, found: Sequence[FoundFile], echo: Echo, max_row_bytes: int) -> Plan:
+def _follow(plan: JobPlan, found: Sequence[FoundFile], echo: Echo, max_row_bytes: int) -> JobPlan:
     """The plan with new paths for files that are given by another one: the same file, or one with the same bytes."""
     given = {file.path for file in found}
     gone = [index for index, file in enumerate(plan.files) if file.path not in given]
@@ -129,7 +129,7 @@ def _follow(plan: Plan, found: Sequence[FoundFile], echo: Echo, max_row_bytes: i
 
 
 def _moved(
-    plan: Plan, index: int, path: str, known: dict[tuple[str, str], str], max_row_bytes: int
+    plan: JobPlan, index: int, path: str, known: dict[tuple[str, str], str], max_row_bytes: int
 ) -> InputFile | None:
     """The planned file at another path of its size, if that holds the same bytes. `known` keeps digests of paths."""
     from batchjob.inputs.find import WHOLE, digest

@@ -13,7 +13,7 @@ from itertools import islice
 
 from batchjob.errors import InputDataError
 from batchjob.inputs.reader import InputReader
-from batchjob.plan import Plan
+from batchjob.plan import JobPlan
 from batchjob.prompts import PromptBuilder, PromptConfig
 from batchjob.prompts.feeder import in_batches
 from batchjob.prompts.paths import look_up_or_none
@@ -28,7 +28,7 @@ _SECONDS = 10.0  # for looking on where all of the first rows fail
 
 
 def check_first_rows(
-    plan: Plan, config: PromptConfig, tokenizer: Tokenizer, columns: list[str], *, max_row_bytes: int
+    plan: JobPlan, config: PromptConfig, tokenizer: Tokenizer, columns: list[str], *, max_row_bytes: int
 ) -> list[str]:
     """Warnings about what the first rows show. `columns` are all of the input. Raises InputDataError, or UsageError as
     a PromptBuilder does, where not one row can be run."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from batchjob.errors import StorageError
-from batchjob.plan import Chunk, Plan
+from batchjob.plan import Chunk, JobPlan
 from batchjob.store.context import StoreContext
 from batchjob.store.counts import Counts
 from batchjob.store.fsops import storage_errors
@@ -22,7 +22,7 @@ class Catalog:
     """Knows the valid parts of a job. Each footer is read once; a part that is bad goes to quarantine (with `repair`),
     its chunk is open again, and `warnings` says so."""
 
-    def __init__(self, context: StoreContext, plan: Plan, warnings: list[str], *, repair: bool = True) -> None:
+    def __init__(self, context: StoreContext, plan: JobPlan, warnings: list[str], *, repair: bool = True) -> None:
         # A plan without rows still gives one part, which carries the schema.
         self.chunks: tuple[Chunk, ...] = plan.chunks or (Chunk(0, 0, 0, ()),)
         self.totals = Counts()  # over the parts in `committed`

@@ -10,14 +10,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchjob.plan import Chunk, InputFile, Plan, Segment
+from batchjob.plan import Chunk, InputFile, JobPlan, Segment
 
 MAX_STATE_BYTES = 256 << 20  # of job.json
 _KINDS = {"parquet", "int64", "double", "bool", "string", "json"}
 _INT64 = 1 << 63
 
 
-def check_plan(plan: Plan) -> None:
+def check_plan(plan: JobPlan) -> None:
     """Raises ValueError unless the plan is one that a planner could have made."""
     for file in plan.files:
         _check_file(file)

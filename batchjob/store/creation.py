@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from batchjob.errors import OutputCreateError, StorageError, UsageError
-from batchjob.plan import Plan
+from batchjob.plan import JobPlan
 from batchjob.store.attempts import attempt_record
 from batchjob.store.fsops import FsOps, create_errors, storage_error, storage_errors
 from batchjob.store.manifest import Manifest
@@ -26,7 +26,7 @@ from batchjob.store.reread import reread
 _UNFINISHED = ".batchjob.new-"
 
 
-def create_output(fs: FsOps, output: Path, manifest: Manifest, plan: Plan, attempt: str) -> None:
+def create_output(fs: FsOps, output: Path, manifest: Manifest, plan: JobPlan, attempt: str) -> None:
     """Makes `output`, unless it holds a job already. Raises OutputCreateError or StorageError."""
     layout = Layout(output)
     with create_errors(output):
@@ -105,7 +105,7 @@ def refuse_two_file_systems(fs: FsOps, layout: Layout, attempt: str) -> None:
             ) from None
 
 
-def load_output(fs: FsOps, output: Path) -> tuple[Manifest, Plan]:
+def load_output(fs: FsOps, output: Path) -> tuple[Manifest, JobPlan]:
     """The job that an output directory holds. Raises UsageError if there is none, StorageError if it is damaged."""
     layout = Layout(output)
     try:
@@ -145,7 +145,7 @@ def exists(fs: FsOps, output: Path) -> bool:
         return False
 
 
-def _build(fs: FsOps, new: Layout, manifest: Manifest, plan: Plan, attempt: str) -> None:
+def _build(fs: FsOps, new: Layout, manifest: Manifest, plan: JobPlan, attempt: str) -> None:
     """A complete, durable state directory."""
     for path in (new.state, *new.directories):
         fs.mkdir(path)

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from batchjob import __version__
 from batchjob.errors import ConfigMismatchError, StorageError
-from batchjob.plan import Plan
+from batchjob.plan import JobPlan
 from batchjob.store.checks import MAX_STATE_BYTES
 from batchjob.store.schema import output_schema
 
@@ -46,7 +46,7 @@ class Manifest:
     @classmethod
     def new(
         cls,
-        plan: Plan,
+        plan: JobPlan,
         *,
         spec: Mapping[str, Any],
         resolved: Mapping[str, Any],

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from batchjob.errors import StorageError
-from batchjob.plan import Plan
+from batchjob.plan import JobPlan
 from batchjob.store.checks import check_plan
 from batchjob.store.context import StoreContext
 from batchjob.store.fsops import FsOps, storage_errors
@@ -17,7 +17,7 @@ from batchjob.store.paths import Layout
 from batchjob.store.plan_files import checksum, join_plans, plan_from_bytes, plan_to_bytes
 
 
-def load_plan(fs: FsOps, layout: Layout, first_checksum: str) -> tuple[Plan, str]:
+def load_plan(fs: FsOps, layout: Layout, first_checksum: str) -> tuple[JobPlan, str]:
     """The whole plan, and the checksum of its last file. Raises StorageError if one of the files is damaged."""
     with storage_errors("reading", layout.plan):
         data = fs.read_file(layout.plan)
@@ -36,11 +36,11 @@ def load_plan(fs: FsOps, layout: Layout, first_checksum: str) -> tuple[Plan, str
     return plan, last
 
 
-def _join(plan: Plan, data: bytes, previous: str) -> Plan:
+def _join(plan: JobPlan, data: bytes, previous: str) -> JobPlan:
     return join_plans(plan, plan_from_bytes(data, previous=previous))
 
 
-def _parse(path: Path, parse: Callable[[], Plan]) -> Plan:
+def _parse(path: Path, parse: Callable[[], JobPlan]) -> JobPlan:
     """The plan, checked. Raises StorageError if it is none."""
     try:
         plan = parse()
@@ -50,7 +50,7 @@ def _parse(path: Path, parse: Callable[[], Plan]) -> Plan:
     return plan
 
 
-def publish_extension(context: StoreContext, plan: Plan, extension: Plan) -> bool:
+def publish_extension(context: StoreContext, plan: JobPlan, extension: JobPlan) -> bool:
     """Appends the files and chunks of `extension` to a job whose plan is `plan`.
 
     False if another process has extended the job since that plan was read. Raises StorageError.

@@ -1,4 +1,4 @@
-"""A `Plan` as an Arrow IPC file: one row per chunk; input files, columns and the schema in the metadata.
+"""A `JobPlan` as an Arrow IPC file: one row per chunk; input files, columns and the schema in the metadata.
 
 An extension of a job is such a file too, with its new files and chunks only. job.json, which is never written again,
 cannot hold its checksum: it holds its own, over its content and the checksum of the plan file before it.
@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 
 import pyarrow as pa
 
-from batchjob.plan import Chunk, InputFile, Plan, Segment
+from batchjob.plan import Chunk, InputFile, JobPlan, Segment
 
 _SEGMENT = pa.struct(
     [
@@ -33,7 +33,7 @@ _CHUNKS = pa.schema(
 )
 
 
-def plan_to_bytes(plan: Plan, *, previous: str = "") -> bytes:
+def plan_to_bytes(plan: JobPlan, *, previous: str = "") -> bytes:
     """The file's content. Paths that are not UTF-8 survive: JSON escapes their bytes, Arrow strings would not.
 
     `previous` is the checksum of the plan file that this one extends.
@@ -66,7 +66,7 @@ def plan_to_bytes(plan: Plan, *, previous: str = "") -> bytes:
     return bytes(sink.getvalue())
 
 
-def plan_from_bytes(data: bytes, *, previous: str = "") -> Plan:
+def plan_from_bytes(data: bytes, *, previous: str = "") -> JobPlan:
     """Raises ValueError (pa.ArrowInvalid is one) or KeyError if the bytes are no plan, or do not follow `previous`."""
     table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
     metadata = table.schema.metadata or {}
@@ -74,7 +74,7 @@ def plan_from_bytes(data: bytes, *, previous: str = "") -> Plan:
     files = json.loads(metadata[b"files"])
     ctimes: list[int] = json.loads(metadata.get(b"ctimes", b"[]")) or [0] * len(files)
     digests: list[list[str]] = json.loads(metadata.get(b"digests", b"[]")) or [[""] * len(s) for s in columns[-1]]
-    plan = Plan(
+    plan = JobPlan(
         files=tuple(InputFile(**file, ctime_ns=ctime) for file, ctime in zip(files, ctimes, strict=True)),
         chunks=tuple(
             Chunk(
@@ -98,7 +98,7 @@ def checksum(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def join_plans(plan: Plan, extension: Plan) -> Plan:
+def join_plans(plan: JobPlan, extension: JobPlan) -> JobPlan:
     """A plan with the files and chunks of an extension behind its own. Raises ValueError unless these follow on."""
     next_row = plan.chunks[-1].row_index + plan.chunks[-1].num_rows if plan.chunks else 0
     for index, chunk in enumerate(extension.chunks, len(plan.chunks)):
@@ -113,7 +113,7 @@ def join_plans(plan: Plan, extension: Plan) -> Plan:
     )
 
 
-def _chain(plan: Plan, previous: str) -> str:
+def _chain(plan: JobPlan, previous: str) -> str:
     chunks = [{**asdict(chunk), "segments": [_place(segment) for segment in chunk.segments]} for chunk in plan.chunks]
     content: list[object] = [previous, [_stamp(file) for file in plan.files], chunks]
     if digests := _digests(plan):
@@ -135,7 +135,7 @@ def _place(segment: Segment) -> dict[str, int]:
     return place
 
 
-def _digests(plan: Plan) -> list[list[str]]:
+def _digests(plan: JobPlan) -> list[list[str]]:
     """The digests of the segments of each chunk; none where no segment has one."""
     digests = [[segment.digest for segment in chunk.segments] for chunk in plan.chunks]
     return digests if any(any(known) for known in digests) else []

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchjob.errors import InputDataError, UsageError
-from batchjob.plan import Plan
+from batchjob.plan import JobPlan
 
 PLACE = pa.schema(
     [
@@ -53,7 +53,7 @@ def check_column_names(names: Iterable[str]) -> None:
         raise UsageError(f"the input has several columns named {', '.join(map(repr, doubles))}; rename them")
 
 
-def output_schema(plan: Plan, *, output_token_ids: bool) -> pa.Schema:
+def output_schema(plan: JobPlan, *, output_token_ids: bool) -> pa.Schema:
     """The schema of every part of a job. Raises UsageError on a clash of names."""
     carried = carried_schema(plan)
     check_column_names(carried.names)
@@ -66,7 +66,7 @@ def output_schema(plan: Plan, *, output_token_ids: bool) -> pa.Schema:
     return pa.schema(fields, metadata=kept or None)
 
 
-def carried_schema(plan: Plan) -> pa.Schema:
+def carried_schema(plan: JobPlan) -> pa.Schema:
     """The carried columns of a plan; those that hold JSON text are marked."""
     if not plan.arrow_schema:
         return pa.schema([])

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from batchjob.plan import Plan
+from batchjob.plan import JobPlan
 from batchjob.store.attempts import attempt_record, new_attempt_id, now_text
 from batchjob.store.catalog import Catalog
 from batchjob.store.chunk import OpenChunk
@@ -57,7 +57,7 @@ class Store:
         self,
         output: Path,
         manifest: Manifest,
-        plan: Plan,
+        plan: JobPlan,
         *,
         attempt: str,
         fs: FsOps,
@@ -86,7 +86,7 @@ class Store:
         cls,
         output: str | Path,
         manifest: Manifest,
-        plan: Plan,
+        plan: JobPlan,
         *,
         fs: FsOps | None = None,
         memory_limit: int = DEFAULT_MEMORY_LIMIT,
@@ -180,7 +180,7 @@ class Store:
         """The lease of a shard, given as its number and the number of shards. Not acquired yet."""
         return Lease(self, self._context, shard)
 
-    def extend(self, extension: Plan) -> bool:
+    def extend(self, extension: JobPlan) -> bool:
         """Adds new input files to the job: their chunks follow those of `plan`, which holds them afterwards.
 
         False if another process has extended the job meanwhile; `plan` then holds its files. Before the first

@@ -83,11 +83,11 @@ def test_a_disk_that_will_not_do_is_foretold(tmp_path: Path) -> None:
 def test_the_estimate_grows_with_what_is_to_do(n: int) -> None:
     from batchjob.job.disk_space import expected_bytes
     from batchjob.job.settings import resolve_settings
-    from batchjob.plan import Chunk, InputFile, Plan
+    from batchjob.plan import Chunk, InputFile, JobPlan
     from batchjob.spec import JobSpec
 
     chunks = tuple(Chunk(i, 100 * i, 100, ()) for i in range(10))
-    plan = Plan((InputFile("/x", "jsonl", "", 10**6, 0, 1000, ""),), chunks, {"a": "string"}, b"")
+    plan = JobPlan((InputFile("/x", "jsonl", "", 10**6, 0, 1000, ""),), chunks, {"a": "string"}, b"")
     spec = JobSpec(engine="fake", n=n, max_tokens=50)
     settings = resolve_settings(spec)
     all_of_it = expected_bytes(spec, settings, plan, chunks)

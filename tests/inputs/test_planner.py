@@ -18,7 +18,7 @@ from batchjob.errors import InputDataError
 from batchjob.inputs import planner
 from batchjob.inputs.planner import PlanResult, chunk_size, make_plan
 from batchjob.inputs.reader import InputReader
-from batchjob.plan import Plan
+from batchjob.plan import JobPlan
 from batchjob.records import Record
 from batchjob.spec import JobSpec
 
@@ -27,7 +27,7 @@ WriteJsonl = Callable[[Path, Iterable[Any]], Path]
 Write = Callable[[str, bytes], Path]
 
 
-def schema(plan: Plan) -> pa.Schema:
+def schema(plan: JobPlan) -> pa.Schema:
     return pa.ipc.read_schema(pa.py_buffer(plan.arrow_schema))
 
 

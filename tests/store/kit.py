@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchjob.plan import Chunk, InputFile, Plan, Segment
+from batchjob.plan import Chunk, InputFile, JobPlan, Segment
 from batchjob.records import Completion, RowError
 from batchjob.store import FsOps, Manifest, Store
 from batchjob.store.parts import PartInfo, read_info, read_tables
@@ -26,7 +26,9 @@ from batchjob.store.paths import Layout
 CARRIED = pa.schema([("question", pa.string()), ("extra", pa.string())])
 
 
-def make_plan(num_rows: int, chunk_rows: int, schema: pa.Schema = CARRIED, kinds: dict[str, str] | None = None) -> Plan:
+def make_plan(
+    num_rows: int, chunk_rows: int, schema: pa.Schema = CARRIED, kinds: dict[str, str] | None = None
+) -> JobPlan:
     chunks = [
         Chunk(index, first, min(chunk_rows, num_rows - first), (Segment(0, first, min(chunk_rows, num_rows - first)),))
         for index, first in enumerate(range(0, num_rows, chunk_rows))
@@ -34,10 +36,10 @@ def make_plan(num_rows: int, chunk_rows: int, schema: pa.Schema = CARRIED, kinds
     file = InputFile("/data/rows.jsonl", "jsonl", "", 1234, 5678, num_rows, "digest")
     if kinds is None:
         kinds = {"question": "string", "extra": "json"} if schema is CARRIED else dict.fromkeys(schema.names, "parquet")
-    return Plan((file,), tuple(chunks), kinds, schema.serialize().to_pybytes())
+    return JobPlan((file,), tuple(chunks), kinds, schema.serialize().to_pybytes())
 
 
-def make_manifest(plan: Plan, **changes: Any) -> Manifest:
+def make_manifest(plan: JobPlan, **changes: Any) -> Manifest:
     values: dict[str, Any] = {
         "spec": {},
         "resolved": {},
@@ -80,7 +82,7 @@ class Job:
     def run(
         self,
         output: Path,
-        plan: Plan,
+        plan: JobPlan,
         *,
         fs: FsOps | None = None,
         num_samples: int = 1,
@@ -126,7 +128,7 @@ def _stop(chunk: Chunk) -> int:
     return chunk.row_index + chunk.num_rows
 
 
-def check_output(output: Path, plan: Plan, num_samples: int = 1) -> None:
+def check_output(output: Path, plan: JobPlan, num_samples: int = 1) -> None:
     """Every row exactly once, in order, with its own columns; every part valid in itself; nothing else there."""
     layout = Layout(output)
     names = sorted(os.listdir(layout.data))

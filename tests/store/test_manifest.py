@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from batchjob.errors import InputDataError, StorageError, UsageError
-from batchjob.plan import Chunk, InputFile, Plan, Segment
+from batchjob.plan import Chunk, InputFile, JobPlan, Segment
 from batchjob.store import Manifest, check_column_names
 from batchjob.store.plan_files import plan_from_bytes, plan_to_bytes
 from batchjob.store.schema import OWN_COLUMNS
@@ -73,7 +73,7 @@ def test_long_values_are_shortened_and_the_shape_of_the_output_counts(kit: Any) 
 
 def test_a_plan_comes_back_as_it_was() -> None:
     schema = pa.schema([("a", pa.int64()), ("b", pa.list_(pa.string()))], metadata={"k": "v"})
-    plan = Plan(
+    plan = JobPlan(
         files=(
             InputFile("/x/\udcff é.jsonl", "jsonl", "gz", 2**50, 2**60, 3, "d"),
             InputFile("/y.jsonl", "jsonl", "", 0, 0, 2, ""),
@@ -88,7 +88,7 @@ def test_a_plan_comes_back_as_it_was() -> None:
     again = plan_from_bytes(plan_to_bytes(plan))
     assert again == plan
     assert list(again.columns) == ["b", "a"]
-    empty = Plan((), (), {}, b"")
+    empty = JobPlan((), (), {}, b"")
     assert plan_from_bytes(plan_to_bytes(empty)) == empty
     with pytest.raises(ValueError, match=r"Not an Arrow file|too small"):
         plan_from_bytes(b"not a plan")

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from batchjob.errors import StorageError
-from batchjob.plan import Chunk, InputFile, Plan, Segment
+from batchjob.plan import Chunk, InputFile, JobPlan, Segment
 from batchjob.store import Store
 from batchjob.store.paths import Layout
 
 
-def extension_of(plan: Plan, num_rows: int, chunk_rows: int = 3) -> Plan:
+def extension_of(plan: JobPlan, num_rows: int, chunk_rows: int = 3) -> JobPlan:
     first_row, first_chunk, file_index = plan.num_rows, len(plan.chunks), len(plan.files)
     chunks = tuple(
         Chunk(first_chunk + number, first_row + row, size, (Segment(file_index, row, size),))
@@ -22,21 +22,21 @@ def extension_of(plan: Plan, num_rows: int, chunk_rows: int = 3) -> Plan:
         if (size := min(chunk_rows, num_rows - row))
     )
     file = InputFile(f"/data/more-{file_index}.jsonl", "jsonl", "", 12, 34, num_rows, "digest")
-    return Plan((file,), chunks, plan.columns, plan.arrow_schema)
+    return JobPlan((file,), chunks, plan.columns, plan.arrow_schema)
 
 
 @pytest.fixture
-def plan(kit: Any) -> Plan:
+def plan(kit: Any) -> JobPlan:
     return kit.make_plan(5, 3)
 
 
 @pytest.fixture
-def store(kit: Any, output: Path, plan: Plan) -> Store:
+def store(kit: Any, output: Path, plan: JobPlan) -> Store:
     kit.Job().run(output, plan)
     return Store.open(output, fs=kit.FastFs())
 
 
-def test_the_plan_holds_the_new_files_behind_the_old(kit: Any, output: Path, plan: Plan, store: Store) -> None:
+def test_the_plan_holds_the_new_files_behind_the_old(kit: Any, output: Path, plan: JobPlan, store: Store) -> None:
     assert store.done() is not None
     new = extension_of(plan, 4)
     assert store.extend(new)
@@ -57,14 +57,14 @@ def test_the_plan_holds_the_new_files_behind_the_old(kit: Any, output: Path, pla
     assert (done["num_parts"], done["num_rows"]) == (5, 11)
 
 
-def test_the_first_of_two_wins_and_the_other_learns_of_it(kit: Any, output: Path, plan: Plan, store: Store) -> None:
+def test_the_first_of_two_wins_and_the_other_learns_of_it(kit: Any, output: Path, plan: JobPlan, store: Store) -> None:
     other = Store.open(output, fs=kit.FastFs())
     assert store.extend(extension_of(plan, 4))
     assert not other.extend(extension_of(plan, 2))
     assert other.plan == store.plan
 
 
-def test_a_race_for_the_name_is_lost_in_peace(kit: Any, output: Path, plan: Plan, store: Store) -> None:
+def test_a_race_for_the_name_is_lost_in_peace(kit: Any, output: Path, plan: JobPlan, store: Store) -> None:
     """The other process is faster between our look at the plan and our link."""
 
     def before(name: str, *args: Any) -> None:
@@ -79,14 +79,14 @@ def test_a_race_for_the_name_is_lost_in_peace(kit: Any, output: Path, plan: Plan
     assert ours.plan.num_rows == 9
 
 
-def test_an_extension_that_does_not_follow_is_a_bug_of_the_caller(plan: Plan, store: Store) -> None:
+def test_an_extension_that_does_not_follow_is_a_bug_of_the_caller(plan: JobPlan, store: Store) -> None:
     with pytest.raises(ValueError, match="follows row 5"):
         store.extend(extension_of(store.plan.__class__(plan.files, plan.chunks[:1], plan.columns, b""), 2))
 
 
 @pytest.mark.parametrize("how", ["cut", "flipped", "of another job"])
 def test_a_damaged_extension_is_told(
-    kit: Any, output: Path, plan: Plan, store: Store, how: str, tmp_path: Path
+    kit: Any, output: Path, plan: JobPlan, store: Store, how: str, tmp_path: Path
 ) -> None:
     store.extend(extension_of(plan, 4))
     path = Layout(output).extension(1)
@@ -104,7 +104,7 @@ def test_a_damaged_extension_is_told(
         Store.open(output)
 
 
-def test_a_process_that_does_not_know_of_an_extension_is_not_confused(kit: Any, output: Path, plan: Plan) -> None:
+def test_a_process_that_does_not_know_of_an_extension_is_not_confused(kit: Any, output: Path, plan: JobPlan) -> None:
     kit.Job().run(output, plan)
     old = Store.open(output)
     new = Store.open(output)
@@ -120,7 +120,7 @@ def test_a_process_that_does_not_know_of_an_extension_is_not_confused(kit: Any, 
 
 @pytest.mark.parametrize("method", ["link", "rename_noreplace", "claim"])
 def test_a_crash_at_any_file_operation_of_an_extension(
-    kit: Any, tmp_path: Path, plan: Plan, method: str, monkeypatch: pytest.MonkeyPatch
+    kit: Any, tmp_path: Path, plan: JobPlan, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if method != "link":
         monkeypatch.setattr("batchjob.store.creation.probe", lambda *_: method)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from batchjob.errors import BatchJobError
-from batchjob.plan import Chunk, Plan
+from batchjob.plan import Chunk, JobPlan
 from batchjob.prompts import PromptBuilder, PromptConfig
 from batchjob.records import Prompt, Record, RowError
 
@@ -22,7 +22,7 @@ class FeederConfig:
     """`tokenizer`: a local directory, or "fake". A process that takes longer than these times to load its tokeniser, or
     (on top of what the length of its rows explains) for a row, hangs; 0 for `load_seconds` is no limit."""
 
-    plan: Plan
+    plan: JobPlan
     prompt: PromptConfig
     tokenizer: str
     max_row_bytes: int = 64 << 20
