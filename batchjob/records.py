@@ -88,6 +88,19 @@ class Completion:
     finish_reason: str | None  # "stop" (end token, stop string or stop token) or "length"; None with an error
     error: RowError | None = None
 
+    @classmethod
+    def failed(cls, request: Request, error: RowError, *, token_ids: list[int] | None = None) -> Completion:
+        """The result of a sample that failed, with the output tokens that it had."""
+        return cls(
+            row_index=request.row_index,
+            sample_index=request.sample_index,
+            num_prompt_tokens=len(request.token_ids),
+            token_ids=token_ids or [],
+            text=None,
+            finish_reason=None,
+            error=error,
+        )
+
 
 def stream_key(*, row_seed: int | None, job_seed: int, row_index: int, sample_index: int) -> int:
     """A 64-bit key for the random numbers of one sample.

@@ -5,7 +5,6 @@ Everything here is plain data and protocols; it imports no torch, so that a job 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -64,8 +63,8 @@ class Handle(Protocol):
     def tokens(self) -> list[list[int]]:
         """Waits for the plan and returns, for each of its `num_steps`, one new token id per slice of `plan.sampled`.
 
-        -1 stands for "the logits of this row are not finite numbers": the row fails, the others go on. What a row gets
-        after the token that ends it has no meaning.
+        `tasks.base.NOT_FINITE` stands for "the logits of this row are not finite numbers": the row fails, the others go
+        on. What a row gets after the token that ends it has no meaning.
         """
         ...
 
@@ -92,15 +91,3 @@ class Runner(Protocol):
     def close(self) -> None:
         """Frees memory, threads and processes. May be called twice."""
         ...
-
-
-class Detokenizer(Protocol):
-    """Token ids to text. Special tokens are left out; nothing is stripped or cleaned up.
-
-    Incomplete UTF-8 at the end of `ids` must decode to U+FFFD (what every byte-level and byte-fallback decoder does).
-    `special_tokens` are the texts of the tokens that are left out unless `skip_special_tokens` is False.
-    """
-
-    @property
-    def special_tokens(self) -> Sequence[str]: ...
-    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str: ...

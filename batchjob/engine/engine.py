@@ -15,12 +15,10 @@ from batchjob.core.blocks import BlockPool
 from batchjob.core.scheduler import Scheduler
 from batchjob.core.sequence import Sequence, SequenceState
 from batchjob.core.step_plan import StepPlan
-from batchjob.engine.config import Detokenizer, EngineConfig, Handle, Runner
-from batchjob.engine.stop_strings import StopStrings
+from batchjob.engine.config import EngineConfig, Handle, Runner
 from batchjob.errors import BatchJobError, EngineError
 from batchjob.records import Completion, Request, RowError
-
-_NO_TOKEN = -1  # what a runner returns for a row whose logits are not numbers
+from batchjob.tasks import Detokenizer, Generate, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +39,7 @@ class EngineStats:
 
 
 class Engine:
-    """Continuous batching: rows enter and leave at any step.
-
-    A row ends, whichever comes first: at an end token of the model (unless `ignore_eos`) or one of `stop_token_ids`;
-    at a stop string; at `max_tokens`; at `max_model_len`. None of the first two counts before `min_tokens` tokens.
-    The end token stays in `token_ids` and is no part of the text; the text is what the tokenizer makes of the output
-    tokens alone, cut at the stop string.
-    """
+    """Continuous batching: rows enter and leave at any step. The task decides when a row ends, and with what."""
 
     def __init__(
         self,
@@ -55,13 +47,14 @@ class Engine:
         detokenizer: Detokenizer,
         config: EngineConfig,
         *,
+        task: type[Task] = Generate,
         before_step: Callable[[StepPlan], None] | None = None,
     ) -> None:
         """`before_step` is called with every plan before it runs: with a crash in mind, the last moment to note it."""
         self.capacity = capacity = runner.capacity()
         self._runner = runner
         self._before_step = before_step
-        self._detokenizer = detokenizer
+        self._task = task(detokenizer, config)
         self._scheduler = Scheduler(
             BlockPool(capacity.num_blocks, capacity.block_size),
             max_num_seqs=capacity.max_num_seqs,
@@ -70,11 +63,6 @@ class Engine:
             prefix_caching=config.prefix_caching,
             admission_interval=capacity.admission_interval,
         )
-        self._eos = frozenset(config.eos_token_ids)
-        self._unknown_ids = frozenset(config.unknown_token_ids)
-        self._suspects = {*config.eos_token_ids, _NO_TOKEN}  # tokens that may end a row; others are not looked at
-        self._has_stop_strings = False  # so that a job without any never asks
-        self._stop_strings: dict[Sequence, StopStrings] = {}  # of rows that have made a token
         self._decode_steps = config.decode_steps_per_launch
         self._in_flight: tuple[StepPlan, Handle] | None = None
         self._num_steps = self._num_batched_tokens = self._num_sampled = self._num_prompt_tokens = self._num_wasted = 0
@@ -84,15 +72,12 @@ class Engine:
 
     def add(self, request: Request) -> Completion | None:
         """Queues a request. One that can never run comes back at once, as a completion with an error."""
-        error = self._refuse(request) or self._scheduler.add(request)
+        vocab_size = self.capacity.vocab_size
+        error = _unknown_token(request, vocab_size) or self._task.add(request, vocab_size)
+        error = error or self._scheduler.add(request)
         if error is not None:
-            return _failed(request, [], error)
-        params = request.params
+            return Completion.failed(request, error)
         self._num_prompt_tokens += len(request.token_ids)
-        if params.stop_token_ids:
-            self._suspects.update(params.stop_token_ids)
-        if params.stop:
-            self._has_stop_strings = True
         return None
 
     @property
@@ -120,7 +105,7 @@ class Engine:
 
     def _dropped(self, dropped: list[Sequence]) -> list[Request]:
         for seq in dropped:
-            self._stop_strings.pop(seq, None)
+            self._task.forget(seq)
         return [
             replace(seq.request, output_token_ids=tuple(seq.output_token_ids)) if seq.num_output_tokens else seq.request
             for seq in dropped
@@ -174,19 +159,13 @@ class Engine:
         scheduler, finished = self._scheduler, SequenceState.FINISHED
         for tokens in steps:
             scheduler.commit(plan, tokens)
-            suspects, has_stop_strings = self._suspects, self._has_stop_strings
+            pairs = zip(plan.sampled, tokens, strict=True)
+            unfinished = [(slice_.seq, token) for slice_, token in pairs if slice_.seq.state is not finished]
             self._num_sampled += len(tokens)
-            for (seq, _, _), token in zip(plan.sampled, tokens, strict=True):
-                if seq.state is finished:
-                    self._num_wasted += 1
-                elif (
-                    token in suspects
-                    or len(seq.tokens) >= seq.max_len
-                    or (has_stop_strings and seq.request.params.stop)
-                ):
-                    completion = self._check(seq, token)
-                    if completion is not None:
-                        done.append(completion)
+            self._num_wasted += len(tokens) - len(unfinished)
+            for seq, completion in self._task.ended(unfinished):
+                scheduler.finish(seq)
+                done.append(completion)
 
     def _describe_failure(self, plan: StepPlan, error: Exception) -> str:
         rows = sorted({piece.seq.request.row_index for piece in plan.slices})
@@ -198,78 +177,15 @@ class Engine:
 
     # -- ends
 
-    def _check(self, seq: Sequence, token: int) -> Completion | None:
-        """Whether the newest token ends its sequence, and how."""
-        params = seq.request.params
-        if token == _NO_TOKEN:
-            return self._fail(seq, RowError("engine_error", "the model's logits are not finite numbers"))
-        armed = seq.num_output_tokens >= params.min_tokens
-        ended = armed and (token in params.stop_token_ids or (token in self._eos and not params.ignore_eos))
-        matched = False
-        strings = self._strings(seq) if params.stop else None
-        if strings is not None and not ended:
-            matched = strings.push(token, armed=armed)
-        if not ended and not matched and len(seq.tokens) < seq.max_len:
-            return None
-        if strings is not None and not matched:
-            matched = strings.flush(armed=armed)
-        self._release(seq)
-        output = seq.output_token_ids
-        ids = output[:-1] if ended else output
-        text = strings.text(ids) if strings is not None and matched else self._detokenizer.decode(ids)
-        request = seq.request
-        return Completion(
-            row_index=request.row_index,
-            sample_index=request.sample_index,
-            num_prompt_tokens=seq.num_prompt_tokens,
-            token_ids=output,
-            text=text,
-            finish_reason="stop" if ended or matched else "length",
-        )
-
-    def _strings(self, seq: Sequence) -> StopStrings:
-        strings = self._stop_strings.get(seq)
-        if strings is None:
-            params = seq.request.params
-            strings = self._stop_strings[seq] = StopStrings(self._detokenizer, params)
-            for count, token in enumerate(seq.request.output_token_ids, 1):  # made before, and not ended by any
-                strings.push(token, armed=count >= params.min_tokens)
-        return strings
-
-    def _fail(self, seq: Sequence, error: RowError) -> Completion:
-        self._release(seq)
-        return _failed(seq.request, seq.output_token_ids[:-1], error)
-
     def _end_overgrown(self, seq: Sequence) -> Completion:
         """The scheduler has taken it out already."""
-        self._stop_strings.pop(seq, None)
+        self._task.forget(seq)
         num_tokens, capacity = len(seq.tokens), self.capacity
         message = (
             f"prompt and output have grown to {num_tokens} tokens, which need {capacity.num_blocks + 1} KV blocks of "
             f"{capacity.block_size} tokens; the whole cache has {capacity.num_blocks}"
         )
-        return _failed(seq.request, seq.output_token_ids, RowError("kv_cache_too_small", message))
-
-    def _release(self, seq: Sequence) -> None:
-        self._scheduler.finish(seq)
-        self._stop_strings.pop(seq, None)
-
-    def _refuse(self, request: Request) -> RowError | None:
-        """Token ids that the model does not have: they would fail the step, and with it other rows."""
-        vocab_size = self.capacity.vocab_size
-        ids = request.token_ids
-        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-            wrong = next(token for token in ids if not 0 <= token < vocab_size)
-            return RowError("invalid_prompt", f"token id {wrong} is outside the model's vocabulary of {vocab_size}")
-        params = request.params
-        if params.stop_token_ids and max(params.stop_token_ids) >= vocab_size:
-            return RowError("invalid_params", f"stop_token_ids has an id outside the vocabulary of {vocab_size}")
-        if params.logit_bias and max(params.logit_bias)[0] >= vocab_size:
-            return RowError("invalid_params", f"logit_bias has an id outside the vocabulary of {vocab_size}")
-        wanted = (token for token, bias in params.logit_bias if bias > 0 and token in self._unknown_ids)
-        if (unknown := next(wanted, None)) is not None:
-            return RowError("invalid_params", f"logit_bias has the id {unknown}, which stands for no token")
-        return None
+        return Completion.failed(seq.request, RowError("kv_cache_too_small", message), token_ids=seq.output_token_ids)
 
     # -- the rest
 
@@ -294,13 +210,10 @@ class Engine:
         self._runner.close()
 
 
-def _failed(request: Request, token_ids: list[int], error: RowError) -> Completion:
-    return Completion(
-        row_index=request.row_index,
-        sample_index=request.sample_index,
-        num_prompt_tokens=len(request.token_ids),
-        token_ids=token_ids,
-        text=None,
-        finish_reason=None,
-        error=error,
-    )
+def _unknown_token(request: Request, vocab_size: int) -> RowError | None:
+    """The error of a prompt with a token id that the model does not have: it would fail the step, and other rows."""
+    ids = request.token_ids
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        wrong = next(token for token in ids if not 0 <= token < vocab_size)
+        return RowError("invalid_prompt", f"token id {wrong} is outside the model's vocabulary of {vocab_size}")
+    return None

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from batchjob.core.step_plan import StepPlan
-from batchjob.engine.config import Detokenizer, EngineConfig, Runner
+from batchjob.engine.config import EngineConfig, Runner
 from batchjob.engine.engine import Engine
 from batchjob.engine.fake import FakeRunner, fake_capacity
 from batchjob.engine.openmp import prepare_openmp
 from batchjob.spec import JobSpec
+from batchjob.tasks import Detokenizer
 
 
 class ModelSource(Protocol):

@@ -390,7 +390,7 @@ def test_no_way_to_end_leaves_anything_behind() -> None:
     params = [SamplingParams(**{"stop": ("#",), **setting}) for setting in settings]  # type: ignore[arg-type]
     done = run(engine, [Request(row, 0, [65], params[row], row) for row in range(7)])
     assert sum(completion.error is not None for completion in done.values()) == 3  # two overgrown, one not numbers
-    assert engine._stop_strings == {}
+    assert engine._task._stop_strings == {}
 
 
 def test_dropping_a_preempted_row_leaves_nothing_behind() -> None:
@@ -401,7 +401,7 @@ def test_dropping_a_preempted_row_leaves_nothing_behind() -> None:
     while not engine.stats.num_preemptions:
         engine.step()
     assert [request.row_index for request in engine.drop_waiting()] == [1]
-    assert [seq.request.row_index for seq in engine._stop_strings] == [0]
+    assert [seq.request.row_index for seq in engine._task._stop_strings] == [0]
 
 
 def test_rows_without_stop_strings_are_decoded_once() -> None:

@@ -47,7 +47,7 @@ def run(ahead: bool, num_steps: int, **limits: int) -> tuple[list[Completion], E
     done = []
     while engine.has_unfinished():
         done += engine.step()
-    assert engine._stop_strings == {}
+    assert engine._task._stop_strings == {}
     return sorted(done, key=lambda completion: completion.row_index), engine
 
 

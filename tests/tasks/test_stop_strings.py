@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchjob.engine.stop_strings import StopStrings
 from batchjob.sampling import SamplingParams
+from batchjob.tasks.stop_strings import StopStrings
 
 
 def all_cuts(text: str) -> Iterator[list[str]]:

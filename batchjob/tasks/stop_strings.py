@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from batchjob.engine.config import Detokenizer
 from batchjob.sampling import SamplingParams
+from batchjob.tasks.base import Detokenizer
 
 Decode = Callable[[list[int]], str]
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from batchjob.engine.stop_strings import IncrementalDetokenizer, StopStrings
 from batchjob.sampling import SamplingParams
+from batchjob.tasks.stop_strings import IncrementalDetokenizer, StopStrings
 
 TEXTS = [
     "\U0001f600\U0001f600",
