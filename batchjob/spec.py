@@ -19,6 +19,8 @@ from batchjob.sampling import PARAM_NAMES, SamplingParams, parse_params
 
 # Settings that are on, so that their flag turns them off.
 NEGATED = ("prefix_caching", "cuda_graphs")
+# The names in batchjob_kernels.attention.select, which imports torch.
+ATTENTION_BACKENDS = ("triton", "flash", "gather", "invariant", "reference")
 
 __all__ = ["JobSpec", "SamplingParams", "load_toml", "spec_fields"]
 
@@ -161,9 +163,9 @@ class JobSpec:
     )
     attention_backend: str = _f(
         "auto",
-        "What computes attention: auto (triton on a GPU, gather on a CPU), or one of triton, flash, gather, fixed and "
-        "reference; an error says why one cannot be used.",
-        choices=("auto", "triton", "flash", "gather", "fixed", "reference"),
+        "What computes attention: auto (triton on a GPU, gather on a CPU), or one of "
+        f"{', '.join(ATTENTION_BACKENDS)}; an error says why one cannot be used.",
+        choices=("auto", *ATTENTION_BACKENDS),
         section="engine",
     )
     cuda_graphs: bool = _f(True, "Replay decode steps as CUDA graphs.", section="engine")

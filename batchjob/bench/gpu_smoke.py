@@ -139,7 +139,7 @@ def _attention(
     results = []
     for part in (module, reference):
         results.append(part.paged_attention(q, kv, caches[0], meta, scale=head_dim**-0.5))
-        meta.plans.clear()
+        meta.memo.clear()
     return _compare(*results)
 
 

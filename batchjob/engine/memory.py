@@ -11,7 +11,6 @@ import torch
 from batchjob.engine.config import EngineConfig
 from batchjob.engine.kv_cache import KVCache
 from batchjob.engine.model.attention_hook import StepContext
-from batchjob.engine.model.backends import READ_DEVICE_LENS
 from batchjob.engine.model.load import Forward, LoadedModel
 from batchjob_kernels import AttnMeta, DeviceLens
 
@@ -90,7 +89,7 @@ def largest_step(
     cache = KVCache(model.shapes, num_blocks=num_blocks, block_size=size, dtype=kv_dtype, device=device)
     positions = torch.cat([torch.arange(length, device=device) for length in lens])
     table = torch.arange(num_blocks, dtype=torch.int32, device=device)[None]
-    has_device_lens = model.backend.name in READ_DEVICE_LENS
+    has_device_lens = model.backend.module.USES_DEVICE_LENS
     meta = AttnMeta(
         query_lens=lens,
         kv_lens=lens,

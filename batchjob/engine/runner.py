@@ -19,7 +19,7 @@ from batchjob.core.step_plan import StepPlan
 from batchjob.engine.config import Capacity, EngineConfig
 from batchjob.engine.kv_cache import KVCache, bytes_per_block, choose_num_blocks
 from batchjob.engine.memory import bytes_for_cache, largest_step
-from batchjob.engine.model.backends import READ_DEVICE_LENS, choose_backend, fused_ops
+from batchjob.engine.model.backends import choose_backend, fused_ops
 from batchjob.engine.model.load import Forward, LoadedModel, load_model
 from batchjob.engine.parallel.group import Group, one_try
 from batchjob.engine.sampling.device_sampler import penalty_bytes
@@ -232,5 +232,5 @@ def _runs_ahead(config: EngineConfig, device: torch.device, model: LoadedModel) 
         device.type == "cuda"
         or bool(config.async_scheduling)
         or config.decode_steps_per_launch > 1
-        or model.backend.name in READ_DEVICE_LENS
+        or bool(model.backend.module.USES_DEVICE_LENS)
     )

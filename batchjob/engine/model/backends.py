@@ -14,12 +14,6 @@ from batchjob_kernels import Requirements
 from batchjob_kernels.attention.select import Selection, select
 from batchjob_kernels.triton_kernels import available as triton_here
 
-# Backends that find lengths and block tables on the device, by slot; the others get lists.
-READ_DEVICE_LENS = {"triton", "flash"}
-# Backends that serve only blocks of a certain size, or are compiled for a size: at load they are tested with blocks of
-# the job's size, the others with small ones.
-HAVE_BLOCK_SIZES = {"triton", "flash"}
-
 
 def choose_backend(
     config: EngineConfig, calls: Sequence[LayerCall], *, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from batchjob.engine.kv_cache import LayerShape
 from batchjob.engine.model.attention_hook import LayerCall, StepContext, computing, current_step
-from batchjob.engine.model.backends import HAVE_BLOCK_SIZES, READ_DEVICE_LENS
 from batchjob.engine.model.checkpoint import described, load_config, load_module
 from batchjob.engine.model.fuse import fuse, left_unfused
 from batchjob.engine.model.length_check import SMALL_WINDOW, first_positions, short_windows
@@ -161,7 +160,7 @@ def _prepared(
     _watch_hidden_states(module)
     shapes = [LayerShape(call.num_kv_heads, call.head_dim) for call in calls]
     backend = choose_backend(calls)
-    test_block_size = block_size if backend.name in HAVE_BLOCK_SIZES else TEST_BLOCK_SIZE
+    test_block_size = block_size if backend.module.COMPILED_FOR_BLOCK_SIZE else TEST_BLOCK_SIZE
 
     def packed(first_position: int = 0) -> list[Tensor]:
         return packed_logits(
@@ -170,7 +169,7 @@ def _prepared(
             backend.module,
             packed_forward,
             test_block_size,
-            has_device_lens=backend.name in READ_DEVICE_LENS,
+            has_device_lens=backend.module.USES_DEVICE_LENS,
             first_position=first_position,
         )
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from batchjob.core.step_plan import StepPlan
 from batchjob.engine.config import EngineConfig
 from batchjob.engine.kv_cache import KVCache
-from batchjob.engine.model.backends import READ_DEVICE_LENS
 from batchjob.engine.model.load import Forward, LoadedModel
 from batchjob.engine.parallel.group import Group
 from batchjob.engine.sampling.device_sampler import DeviceSampler
@@ -111,7 +110,7 @@ def device_steps(
         cache,
         model.backend.module,
         state,
-        has_device_lens=model.backend.name in READ_DEVICE_LENS,
+        has_device_lens=model.backend.module.USES_DEVICE_LENS,
         deterministic=config.deterministic,
         use_graphs=device.type == "cuda" and config.cuda_graphs and not config.deterministic,
         max_num_seqs=max_num_seqs,

@@ -196,6 +196,6 @@ class DeviceSteps:
 
     def _run_batch(self, batch: DecodeBatch) -> Tensor:
         batch.fill(self._state)
-        batch.meta.plans.clear()  # some hold copies of the tensors that were filled: a graph has to make them itself
+        batch.meta.memo.clear()  # some hold copies of the tensors that were filled: a graph has to make them itself
         self._broken.begin(batch.slots)
         return self._call(batch.ids, batch.positions, batch.keep, self._context(batch.meta))

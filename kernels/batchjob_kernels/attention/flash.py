@@ -17,6 +17,9 @@ from torch import Tensor
 from batchjob_kernels.attention import gather, reference
 from batchjob_kernels.attention.meta import AttnMeta, Requirements
 
+USES_DEVICE_LENS = True
+COMPILED_FOR_BLOCK_SIZE = True  # serves multiples of a page only
+
 PAGE_MULTIPLE = 256  # tokens; what FlashAttention 2 asks of a block
 _PARAMETERS = {"scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits"}
 _TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 3e-2}  # greatest difference, for values of a normal distribution
@@ -103,7 +106,7 @@ def _missing() -> str | None:
 
 def _launch(meta: AttnMeta, device: torch.device) -> dict[str, Any]:
     """The step's lengths as it wants them; made once per step."""
-    launch = meta.plans.get("flash")
+    launch = meta.memo.get("flash")
     if launch is None:
         width = meta.block_table.shape[1] * meta.block_size
         if meta.device_lens is not None:
@@ -116,7 +119,7 @@ def _launch(meta: AttnMeta, device: torch.device) -> dict[str, Any]:
             table = meta.block_table
             launch = {"query_starts": starts.to(device), "kv_lens": kv_lens.to(device), "max_kv_len": max(meta.kv_lens)}
         launch["block_table"] = table.to(torch.int32)
-        meta.plans["flash"] = launch
+        meta.memo["flash"] = launch
     return launch
 
 

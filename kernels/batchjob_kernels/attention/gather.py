@@ -13,17 +13,19 @@ from torch import Tensor
 from batchjob_kernels.attention.gather_dense import attend, attend_all, attend_decode
 from batchjob_kernels.attention.gather_pieces import Piece, cut
 from batchjob_kernels.attention.meta import AttnMeta, Requirements
+from batchjob_kernels.attention.store import kv_rows, store_kv
+
+USES_DEVICE_LENS = False
+COMPILED_FOR_BLOCK_SIZE = False
 
 
 def write_kv(kv: Tensor, cache: Tensor, meta: AttnMeta) -> None:
     """As `reference.write_kv`."""
-    num_parts, size = 2 * cache.shape[2], meta.block_size  # of keys and values, head by head
-    rows = meta.plans.get(num_parts)
+    num_kv_heads = cache.shape[2]
+    rows = meta.memo.get(num_kv_heads)
     if rows is None:
-        first = meta.slots // size * (num_parts * size) + meta.slots % size
-        rows = meta.plans[num_parts] = (first[:, None] + size * torch.arange(num_parts, device=kv.device)).flatten()
-    finite = torch.nan_to_num(kv, nan=0.0, posinf=0.0, neginf=0.0)
-    cache.view(-1, cache.shape[4]).index_copy_(0, rows, finite.reshape(len(rows), -1))
+        rows = meta.memo[num_kv_heads] = kv_rows(meta.slots, num_kv_heads, meta.block_size)
+    store_kv(kv, cache, rows)
 
 
 def paged_attention(

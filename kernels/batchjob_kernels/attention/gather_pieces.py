@@ -47,9 +47,9 @@ def cut(meta: AttnMeta, *, window: int | None, num_kv_heads: int, dtype: torch.d
     """The pieces of a step for layers with this window (None: no window) and this many KV heads. Kept in `meta`."""
     if window is not None and window >= max(meta.kv_lens, default=0):
         window = None
-    pieces: Pieces | None = meta.plans.get((window, num_kv_heads))
+    pieces: Pieces | None = meta.memo.get((window, num_kv_heads))
     if pieces is None:
-        pieces = meta.plans[window, num_kv_heads] = _Cutter(meta, window, num_kv_heads, dtype).cut()
+        pieces = meta.memo[window, num_kv_heads] = _Cutter(meta, window, num_kv_heads, dtype).cut()
     return pieces
 
 

@@ -18,30 +18,27 @@ from torch import Tensor
 
 from batchjob_kernels.attention.invariant_products import alone, bmm
 from batchjob_kernels.attention.meta import AttnMeta, Requirements
+from batchjob_kernels.attention.store import kv_rows, read_rows, store_kv
+
+USES_DEVICE_LENS = False
+COMPILED_FOR_BLOCK_SIZE = False
 
 TILE = 4  # query positions; a decode row computes as many, so it stays small
 CHUNK = 128  # key positions; a multiple of TILE, so that all queries of a tile end in one chunk
 # Tiles of one product. Part of what fixes the bits: never to follow the step.
 _TILES_PER_PRODUCT = {"cpu": 8, "cuda": 64}
-_FP8_MAX = 448.0
 
 
 def refusal(need: Requirements) -> str | None:
     """Why this backend cannot serve `need`, for a person; None: it can."""
     if need.device.type not in _TILES_PER_PRODUCT:
-        return f"the fixed backend runs on a CPU or a CUDA device, not on {need.device.type!r}"
+        return f"the invariant backend runs on a CPU or a CUDA device, not on {need.device.type!r}"
     return None
 
 
 def write_kv(kv: Tensor, cache: Tensor, meta: AttnMeta) -> None:
-    """As `reference.write_kv`; into an FP8 cache go numbers within its range."""
-    block, offset = meta.slots // meta.block_size, meta.slots % meta.block_size
-    finite = torch.nan_to_num(kv, nan=0.0, posinf=0.0, neginf=0.0)
-    if cache.dtype == torch.float8_e4m3fn:
-        stored = finite.float().clamp_(-_FP8_MAX, _FP8_MAX).to(cache.dtype)
-        cache.view(torch.uint8)[block, :, :, offset] = stored.view(torch.uint8)
-    else:
-        cache[block, :, :, offset] = finite.to(cache.dtype)
+    """As `reference.write_kv`."""
+    store_kv(kv, cache, kv_rows(meta.slots, cache.shape[2], meta.block_size))
 
 
 def paged_attention(
@@ -86,9 +83,9 @@ class _Plan:
 
 def _plan(meta: AttnMeta, window: int | None, device: torch.device) -> _Plan:
     """The same for all layers with this window. Kept in `meta`."""
-    plan: _Plan | None = meta.plans.get(("fixed", window))
+    plan: _Plan | None = meta.memo.get(("invariant", window))
     if plan is None:
-        plan = meta.plans["fixed", window] = _make_plan(meta, window, device)
+        plan = meta.memo["invariant", window] = _make_plan(meta, window, device)
     return plan
 
 
@@ -182,7 +179,7 @@ def _attend(
     rows_per_block = 2 * num_kv_heads * meta.block_size
     for chunk in chunks:
         rows = (chunk.block * rows_per_block + chunk.offset)[None, :, None] + part  # [2, tiles, kv_heads, CHUNK]
-        keys, values = _read(cache, rows.flatten()).view(2, -1, CHUNK, dim)
+        keys, values = read_rows(cache, rows.flatten()).view(2, -1, CHUNK, dim)
         scores = bmm(queries, keys.transpose(1, 2)) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
@@ -198,11 +195,3 @@ def _attend(
     # Hidden keys add zeros whose sign follows what lies in the cache; adding zero makes every zero a positive one.
     out = out / total.view(*queries.shape[:2], 1) + 0.0
     return out.view(*shape, dim).transpose(1, 2).reshape(q.shape)
-
-
-def _read(cache: Tensor, rows: Tensor) -> Tensor:
-    """Rows of the cache, seen as [-1, head_dim], in float32."""
-    flat = cache.view(-1, cache.shape[4])
-    if cache.dtype == torch.float8_e4m3fn:
-        return flat.view(torch.uint8).index_select(0, rows).view(cache.dtype).float()
-    return flat.index_select(0, rows).float()

@@ -70,7 +70,7 @@ class AttnMeta:
     slots: Tensor  # int64 [num_tokens]: block * block_size + offset where a new token's key and value go
     block_size: int
     contexts: list[Context] = field(default_factory=list)  # a hint: backends may ignore it; outer ones first
-    plans: dict[Any, Any] = field(default_factory=dict)  # what a backend worked out for this step
+    memo: dict[Any, Any] = field(default_factory=dict)  # what a backend has worked out for this step
     device_lens: DeviceLens | None = None  # where given, `kv_lens` may be placeholders: in a captured graph
     deterministic: bool = False  # a row's result must not depend, in any bit, on the other rows of the step
 

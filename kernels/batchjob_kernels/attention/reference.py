@@ -11,21 +11,16 @@ import torch
 from torch import Tensor
 
 from batchjob_kernels.attention.meta import AttnMeta, Requirements
+from batchjob_kernels.attention.store import kv_rows, store_kv
 
-MAX_FP8 = 448.0  # the largest number of float8_e4m3fn; beyond it a cast gives NaN
+USES_DEVICE_LENS = False
+COMPILED_FOR_BLOCK_SIZE = False
 
 
 def write_kv(kv: Tensor, cache: Tensor, meta: AttnMeta) -> None:
-    """Stores new keys and values: `kv` [num_tokens, 2, num_kv_heads, head_dim] into `cache` at `meta.slots`.
-
-    Numbers that are not finite are stored as zero. Masked places of a block are read and multiplied by zero, so
-    a NaN that one broken row leaves there would otherwise reach the next owner of the block.
-    """
-    block, offset = meta.slots // meta.block_size, meta.slots % meta.block_size
-    finite = torch.nan_to_num(kv, nan=0.0, posinf=0.0, neginf=0.0)
-    if cache.dtype == torch.float8_e4m3fn:
-        finite = finite.float().clamp(-MAX_FP8, MAX_FP8)
-    cache[block, :, :, offset] = finite.to(cache.dtype)
+    """Stores new keys and values: `kv` [num_tokens, 2, num_kv_heads, head_dim] into `cache` at `meta.slots`, as
+    `store_kv` does."""
+    store_kv(kv, cache, kv_rows(meta.slots, cache.shape[2], meta.block_size))
 
 
 def paged_attention(

@@ -8,16 +8,12 @@ from typing import NamedTuple
 
 from batchjob_kernels.attention.meta import Requirements
 
-# Name that people use -> module.
-BACKENDS = {
-    "triton": "triton",
-    "flash": "flash",
-    "gather": "gather",
-    "fixed": "invariant",
-    "reference": "reference",
+# By type of device, the first choice first. A name is that of a module beside this one.
+_PREFERENCE = {
+    "cuda": ("triton", "flash", "gather", "invariant", "reference"),
+    "cpu": ("gather", "invariant", "reference"),
 }
-# By type of device, the first choice first.
-_PREFERENCE = {"cuda": ("triton", "flash", "gather", "fixed", "reference"), "cpu": ("gather", "fixed", "reference")}
+BACKENDS = tuple(dict.fromkeys(name for names in _PREFERENCE.values() for name in names))
 
 
 class Selection(NamedTuple):
@@ -48,4 +44,4 @@ def backend(name: str) -> ModuleType:
     """The module of a name in BACKENDS. Raises ValueError."""
     if name not in BACKENDS:
         raise ValueError(f"there is no attention backend {name!r}: choose one of {', '.join(BACKENDS)}")
-    return importlib.import_module(f"batchjob_kernels.attention.{BACKENDS[name]}")
+    return importlib.import_module(f"batchjob_kernels.attention.{name}")

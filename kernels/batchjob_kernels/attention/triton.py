@@ -13,6 +13,9 @@ from batchjob_kernels.triton_kernels import attention_plan as plans
 from batchjob_kernels.triton_kernels import attention_shapes as shapes
 from batchjob_kernels.triton_kernels import available as triton_here
 
+USES_DEVICE_LENS = True
+COMPILED_FOR_BLOCK_SIZE = True
+
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 512
 MAX_GROUP = 64

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from batchjob_kernels.attention.meta import AttnMeta
-from batchjob_kernels.attention.reference import MAX_FP8
+from batchjob_kernels.attention.store import MAX_FP8
 from batchjob_kernels.ops.reference import ACTIVATIONS
 from batchjob_kernels.triton_kernels import activation as activation_kernels
 from batchjob_kernels.triton_kernels import norm as norm_kernels

@@ -54,9 +54,9 @@ class Plan:
 
 def plan(meta: AttnMeta, use: Use, device: torch.device) -> Plan:
     """The plan of a step for layers of this use. Kept in `meta`."""
-    known: Plan | None = meta.plans.get(use)
+    known: Plan | None = meta.memo.get(use)
     if known is None:
-        known = meta.plans[use] = _make(meta, use, device)
+        known = meta.memo[use] = _make(meta, use, device)
     return known
 
 

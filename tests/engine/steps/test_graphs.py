@@ -17,7 +17,7 @@ from families import FAMILIES, save
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchjob.engine import Engine, EngineConfig, runner
+from batchjob.engine import Engine, EngineConfig
 from batchjob.engine.runner import TorchRunner
 from batchjob.engine.steps import ahead_steps
 from batchjob.engine.steps.device_steps import DecodeBatch
@@ -67,7 +67,7 @@ def test_padded_batches_give_the_tokens_of_plain_ones(tmp_path: Path, monkeypatc
     write_kv = reference.write_kv
 
     def write_to_kept_slots(kv: torch.Tensor, cache: torch.Tensor, meta: AttnMeta) -> None:
-        kept = meta.plans.setdefault("slots", meta.slots.clone())
+        kept = meta.memo.setdefault("slots", meta.slots.clone())
         write_kv(kv, cache, replace(meta, slots=kept))
 
     monkeypatch.setattr(reference, "write_kv", write_to_kept_slots)
@@ -84,8 +84,7 @@ def test_padded_batches_give_the_tokens_of_plain_ones(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(DecodeGraphs, "_record", record)
     monkeypatch.setattr(DecodeGraphs, "_warm_up", lambda self, batch: None)
-    for module in (ahead_steps, runner):
-        monkeypatch.setattr(module, "READ_DEVICE_LENS", {"reference"})
+    monkeypatch.setattr(reference, "USES_DEVICE_LENS", True)
     make = ahead_steps.DeviceSteps
     monkeypatch.setattr(ahead_steps, "DeviceSteps", lambda *a, **kw: make(*a, **{**kw, "use_graphs": True}))
     for num_steps in (1, 3):

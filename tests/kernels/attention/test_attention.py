@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -12,16 +11,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchjob_kernels import AttnMeta, Context
-from batchjob_kernels.attention import gather, reference
-from batchjob_kernels.attention import gather_pieces as pieces
-from batchjob_kernels.attention import triton as triton_backend
+from batchjob_kernels import AttnMeta, Context, Requirements
+from batchjob_kernels.attention import gather, gather_pieces, reference, triton
+from batchjob_kernels.attention.select import BACKENDS as NAMES
+from batchjob_kernels.attention.select import backend as backend_of
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-TRITON = pytest.param(triton_backend, marks=pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed"))
-BACKENDS = [gather, TRITON]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # for the backends that run on either
 NUM_KV_HEADS, GROUP, HEAD_DIM = 2, 3, 16
+NEED = Requirements(
+    device=torch.device(DEVICE),
+    capability=torch.cuda.get_device_capability() if DEVICE == "cuda" else None,
+    dtype=torch.float32,
+    kv_dtype=torch.float32,
+    head_dims=frozenset({HEAD_DIM}),
+    group_sizes=frozenset({GROUP}),
+    block_size=4,
+    windows=True,
+    softcap=True,
+    sinks=True,
+)
+# Every backend that computes all of this in float32 here.
+BACKENDS = [backend_of(name) for name in NAMES if name != "reference" and backend_of(name).refusal(NEED) is None]
+every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda module: module.__name__.split(".")[-1])
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +50,9 @@ class Step:
 
 def on_its_device(step: Step, backend: ModuleType) -> Step:
     """A copy where the backend runs, its plans not yet made."""
-    device = DEVICE if backend is triton_backend else "cpu"
+    device = DEVICE if backend is triton else "cpu"
     table, slots = step.meta.block_table.to(device), step.meta.slots.to(device)
-    meta = replace(step.meta, block_table=table, slots=slots, plans={})
+    meta = replace(step.meta, block_table=table, slots=slots, memo={})
     return Step(step.q.to(device), step.kv.to(device), step.cache.to(device, copy=True), meta)
 
 
@@ -99,7 +110,7 @@ def attend(backend: ModuleType, step: Step, *, sinks: Tensor | None = None, **mo
     return backend.paged_attention(step.q, step.kv, step.cache, step.meta, sinks=sinks, **more).cpu()
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda module: module.__name__.split(".")[-1])
+@every_backend
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("window", [None, 1, 6, 1000])
@@ -108,7 +119,7 @@ def test_equals_the_reference(
     name: str, window: int | None, softcap: float | None, with_sinks: bool, backend: ModuleType
 ) -> None:
     is_full, is_plain = with_sinks and softcap is not None, not with_sinks and softcap is None
-    if backend is triton_backend and DEVICE == "cpu" and not (is_full or (is_plain and window in (None, 6))):
+    if backend is triton and DEVICE == "cpu" and not (is_full or (is_plain and window in (None, 6))):
         pytest.skip("the interpreter is slow: sinks and soft-cap together, or neither")
     sinks = torch.linspace(-2, 2, NUM_KV_HEADS * GROUP) if with_sinks else None
     expected, actual = (
@@ -118,9 +129,9 @@ def test_equals_the_reference(
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda module: module.__name__.split(".")[-1])
+@every_backend
 def test_random_steps_equal_the_reference(backend: ModuleType) -> None:
-    for seed in range(30 if backend is gather or DEVICE == "cuda" else 5):  # the interpreter is slow
+    for seed in range(5 if backend is triton and DEVICE == "cpu" else 30):  # the interpreter is slow
         rng = random.Random(seed)
         query_lens = [rng.choice([1, 1, 1, rng.randint(2, 20)]) for _ in range(rng.randint(1, 12))]
         num_before = [rng.randint(0, 60) for _ in query_lens]
@@ -148,12 +159,12 @@ def test_numbers_that_are_not_finite_do_not_reach_the_next_owner_of_a_block(back
     backend.write_kv(broken, step.cache, step.meta)
     assert bool(torch.isfinite(step.cache).all())
     # The same blocks, filled again up to a token earlier: the broken ones are masked.
-    shorter = replace(step.meta, kv_lens=[5, 9], plans={})
+    shorter = replace(step.meta, kv_lens=[5, 9], memo={})
     out = backend.paged_attention(step.q, step.kv, step.cache, shorter, scale=0.3)
     assert bool(torch.isfinite(out).all())
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda module: module.__name__.split(".")[-1])
+@every_backend
 def test_writes_the_slots_and_nothing_else(backend: ModuleType) -> None:
     step = on_its_device(make_step([3, 1, 2], [2, 9, 4]), backend)
     cache = torch.zeros_like(step.cache)
@@ -164,8 +175,8 @@ def test_writes_the_slots_and_nothing_else(backend: ModuleType) -> None:
     assert not bool(flat.any())
 
 
-def cut(step: Step) -> pieces.Pieces:
-    return pieces.cut(step.meta, window=None, num_kv_heads=NUM_KV_HEADS, dtype=torch.float32)
+def cut(step: Step) -> gather_pieces.Pieces:
+    return gather_pieces.cut(step.meta, window=None, num_kv_heads=NUM_KV_HEADS, dtype=torch.float32)
 
 
 def test_decode_rows_of_one_length_are_read_together_and_others_apart() -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from batchjob.spec import ATTENTION_BACKENDS
 from batchjob_kernels import AttnMeta, DeviceLens, Requirements
-from batchjob_kernels.attention import flash as flash_backend
-from batchjob_kernels.attention import reference
+from batchjob_kernels.attention import flash, reference
 from batchjob_kernels.attention.select import BACKENDS, backend, select
 from batchjob_kernels.triton_kernels import available as triton_here
 
@@ -42,10 +42,10 @@ def test_the_first_that_does_not_refuse_is_taken() -> None:
 
 def test_what_was_passed_over_is_named_with_its_reason() -> None:
     selection = select("auto", replace(CPU, deterministic=True))
-    assert selection.name == "fixed"
+    assert selection.name == "invariant"
     assert selection.reason.startswith("not gather: its products have other shapes")
     selection = select("auto", replace(CPU, kv_dtype=torch.float8_e4m3fn))
-    assert selection.name == "fixed"
+    assert selection.name == "invariant"
     assert "not gather: it reads keys and values of the queries' type only" in selection.reason
 
 
@@ -54,7 +54,7 @@ def test_a_gpu_without_a_compiler_for_triton_still_has_a_backend(monkeypatch: py
     need = replace(H200, block_size=16)
     assert select("auto", need).name == "gather"
     assert "not triton: no C compiler" in select("auto", need).reason
-    assert select("auto", replace(need, deterministic=True)).name == "fixed"
+    assert select("auto", replace(need, deterministic=True)).name == "invariant"
 
 
 def test_a_backend_that_cannot_be_used_says_why() -> None:
@@ -62,6 +62,20 @@ def test_a_backend_that_cannot_be_used_says_why() -> None:
         select("flash", CPU)
     with pytest.raises(ValueError, match="no attention backend 'warp': choose one of triton, flash"):
         select("warp", CPU)
+
+
+def test_the_flag_names_every_backend() -> None:
+    """The table of flags loads no torch, so it has the names once more."""
+    assert ATTENTION_BACKENDS == BACKENDS
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_backend_is_a_whole_one(name: str) -> None:
+    module = backend(name)
+    assert callable(module.write_kv)
+    assert callable(module.paged_attention)
+    assert isinstance(module.USES_DEVICE_LENS, bool)
+    assert isinstance(module.COMPILED_FOR_BLOCK_SIZE, bool)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -84,12 +98,12 @@ def test_every_backend_answers_for_any_need(name: str) -> None:
     ],
 )
 def test_the_conditions_of_flash(change: dict[str, Any], reason: str) -> None:
-    assert reason in (flash_backend.refusal(replace(H200, **change)) or "")
+    assert reason in (flash.refusal(replace(H200, **change)) or "")
 
 
 def test_flash_is_not_used_where_pytorch_has_another_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_backend, "_varlen", lambda: lambda query, key, value, *, scale: query)
-    assert "lacks block_table, enable_gqa, num_splits" in (flash_backend.refusal(H200) or "")
+    monkeypatch.setattr(flash, "_varlen", lambda: lambda query, key, value, *, scale: query)
+    assert "lacks block_table, enable_gqa, num_splits" in (flash.refusal(H200) or "")
 
 
 def varlen_attn(
@@ -137,7 +151,7 @@ def varlen_attn(
 
 @pytest.fixture
 def _played(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_backend, "_varlen", lambda: varlen_attn)
+    monkeypatch.setattr(flash, "_varlen", lambda: varlen_attn)
 
 
 @pytest.mark.usefixtures("_played")
@@ -158,14 +172,14 @@ def test_flash_asks_for_what_the_reference_computes(window: int | None, on_devic
             torch.tensor([0, 1, 7, 8], dtype=torch.int32), torch.tensor(kv_lens, dtype=torch.int32), rows.int()
         )
         meta = AttnMeta(query_lens, [1, 1, 1], table.int(), slots, size, device_lens=lens)
-    actual = flash_backend.paged_attention(q, None, cache, meta, scale=0.25, window=window)
+    actual = flash.paged_attention(q, None, cache, meta, scale=0.25, window=window)
     expected = reference.paged_attention(q, None, cache, plain, scale=0.25, window=window)
     torch.testing.assert_close(actual, expected)
 
 
 def self_test() -> str | None:
-    flash_backend._self_test.cache_clear()
-    return flash_backend._self_test(torch.device("cpu"), torch.bfloat16, 64, 4, 256, True)
+    flash._self_test.cache_clear()
+    return flash._self_test(torch.device("cpu"), torch.bfloat16, 64, 4, 256, True)
 
 
 @pytest.mark.usefixtures("_played")
@@ -179,7 +193,7 @@ def test_the_start_up_test_finds_rows_left_unwritten(monkeypatch: pytest.MonkeyP
         out[-1] = 0
         return out
 
-    monkeypatch.setattr(flash_backend, "_varlen", lambda: unwritten)
+    monkeypatch.setattr(flash, "_varlen", lambda: unwritten)
     assert "differs from the reference" in (self_test() or "")
 
 
@@ -187,5 +201,5 @@ def test_the_start_up_test_survives_a_function_that_fails(monkeypatch: pytest.Mo
     def fails(*args: Any, **kwargs: Any) -> Tensor:
         raise RuntimeError("page size must be a multiple of 512\nmore")
 
-    monkeypatch.setattr(flash_backend, "_varlen", lambda: fails)
+    monkeypatch.setattr(flash, "_varlen", lambda: fails)
     assert self_test() == "varlen_attn failed its start-up test: page size must be a multiple of 512"

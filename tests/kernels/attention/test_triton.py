@@ -113,7 +113,7 @@ class Case:
         )
 
     def device_meta(self) -> AttnMeta:
-        meta = replace(self.meta, plans={}, deterministic=self.deterministic)
+        meta = replace(self.meta, memo={}, deterministic=self.deterministic)
         if not self.on_device:
             return replace(meta, block_table=meta.block_table.to(DEVICE), slots=meta.slots.to(DEVICE))
         # The table of all slots, of which the step takes some, in another order.
@@ -261,7 +261,7 @@ def test_keys_cut_into_parts(multiprocessors: int, device_of_many: Callable[[int
 
 
 def plan_of(meta: AttnMeta) -> attention_plan.Plan:
-    (plan,) = (value for value in meta.plans.values() if isinstance(value, attention_plan.Plan))
+    (plan,) = (value for value in meta.memo.values() if isinstance(value, attention_plan.Plan))
     return plan
 
 
@@ -331,7 +331,7 @@ def test_deterministic_rows_are_the_same_bits_in_any_step(dtype: torch.dtype, fe
                 q[first:last],
                 None,
                 cache,
-                replace(meta, query_lens=[last - first], kv_lens=[last], plans={}),
+                replace(meta, query_lens=[last - first], kv_lens=[last], memo={}),
                 **more,
             )
             for first, last in ((0, cut), (cut, length))
@@ -343,7 +343,7 @@ def test_deterministic_rows_are_the_same_bits_in_any_step(dtype: torch.dtype, fe
         query_lens=[1] * len(rows),
         kv_lens=[row + 1 for row in rows],
         block_table=meta.block_table.expand(len(rows), -1),
-        plans={},
+        memo={},
     )
     assert torch.equal(backend.paged_attention(q[rows], None, cache, decode, **more), expected[rows])
 
