@@ -9,16 +9,16 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import pickle
 import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
-from batchjob.child_process import die_with_parent
+from batchjob.child_process import die_with_parent, listen, receive, take_standard_input
 from batchjob.errors import BatchJobError, EngineError, FeederError, UnsupportedModelError
 from batchjob.job.observer import RUN, START, Watcher
 from batchjob.job.stop_signals import StopSignals
@@ -166,14 +166,13 @@ class TeamWatcher(PipeWatcher):
 
 
 def main() -> None:
-    control = os.fdopen(os.dup(0), "rb")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what this process starts must not read its orders
-    orders = pickle.load(control)
+    messages = take_standard_input()
+    orders: Orders = receive(messages)
     die_with_parent(orders.parent_pid)
     faulthandler.enable(orders.stacks_fd)
     faulthandler.register(STACKS_SIGNAL, orders.stacks_fd)
     stop = OrderedStop()
-    threading.Thread(target=_listen, args=(control, stop, orders.team), name="orders", daemon=True).start()
+    listen(messages, partial(_take_message, stop, orders.team))
     watcher = PipeWatcher(orders, stop) if orders.team is None else TeamWatcher(orders, stop)
     kind, code, message = _run(orders, watcher)
     watcher.phase("end")
@@ -181,16 +180,11 @@ def main() -> None:
     os._exit(code)  # not through the interpreter's end, where native libraries at times crash or hang
 
 
-def _listen(control: IO[bytes], stop: OrderedStop, team: Team | None) -> None:
-    while True:
-        try:
-            message = pickle.load(control)
-            if isinstance(message, Lost) and team is not None:
-                team.lost.add(message.member)
-            else:
-                stop.take(message)
-        except (EOFError, OSError, pickle.UnpicklingError):
-            os._exit(1)  # the supervisor is gone; what is finished has been written
+def _take_message(stop: OrderedStop, team: Team | None, message: StopOrder | Lost) -> None:
+    if isinstance(message, StopOrder):
+        stop.take(message)
+    elif team is not None:
+        team.lost.add(message.member)
 
 
 def _run(orders: Orders, watcher: PipeWatcher) -> tuple[Kind, int, str]:

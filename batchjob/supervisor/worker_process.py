@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 
+from batchjob import child_process
 from batchjob.job.observer import Assignment, Team
 from batchjob.spec import JobSpec
 from batchjob.supervisor.protocol import Lost, Orders, StopOrder
@@ -20,8 +19,6 @@ STACKS_SIGNAL = signal.SIGQUIT  # the worker answers it with the stacks of all i
 _STACKS_WAIT = 2.0  # seconds for that answer
 _STACKS_LOOK = 0.1  # seconds in which it must not have grown to be complete
 _MAX_STACKS = 1 << 20  # bytes of it that are kept
-# Stopping is the supervisor's business: a worker never sees these, even if a terminal or SLURM sends them to all.
-_BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
 
 class WorkerProcess:
@@ -41,17 +38,9 @@ class WorkerProcess:
         os.set_blocking(self._report_fd, False)
         # In memory: there may be no place for temporary files, and no disk is to be waited for when a process hangs.
         self._stacks = os.fdopen(os.memfd_create("batchjob-stacks"), "w+b")
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         try:
-            self._process = subprocess.Popen(
-                WORKER,
-                stdin=subprocess.PIPE,
-                pass_fds=(report_end, self._stacks.fileno()),
-                bufsize=0,
-                env={**os.environ, **environ} if environ else None,
-            )
+            self._process = child_process.spawn(WORKER, pass_fds=(report_end, self._stacks.fileno()), environ=environ)
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(report_end)
         self._stacks_asked = self._stacks_seen = 0.0
         self._stacks_size = 0
@@ -116,8 +105,4 @@ class WorkerProcess:
         self._stacks.close()
 
     def tell(self, message: Orders | StopOrder | Lost) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it is gone, which is seen elsewhere
-            data = memoryview(pickle.dumps(message))
-            while data:
-                data = data[os.write(self._process.stdin.fileno(), data) :]
+        child_process.send(self._process.stdin, message)  # if it is gone, `wait` says so

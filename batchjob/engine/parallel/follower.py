@@ -8,33 +8,25 @@ process.
 from __future__ import annotations
 
 import os
-import pickle
 import queue
-import signal
-import sys
-import threading
 import traceback
 from typing import IO, TYPE_CHECKING, Any
 
+from batchjob.child_process import die_with_parent, listen, receive, send, take_standard_input, take_standard_output
 from batchjob.engine.openmp import prepare_openmp
 from batchjob.errors import BatchJobError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from batchjob.engine.parallel.runner import Setup
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
 
 def main() -> None:
-    orders, reports = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    # What a library reads or prints must not be ours.
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
+    orders, reports = take_standard_input(), take_standard_output()
     prepare_openmp()
-    setup: Setup = pickle.load(orders)
-    _die_with_parent(setup.parent_pid)
+    setup: Setup = receive(orders)
+    die_with_parent(setup.parent_pid)
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(orders, messages), name="orders", daemon=True).start()
+    listen(orders, messages.put)  # reads ahead, so that the first rank never waits for this one to read
     code = 0
     try:
         _run(setup, messages, reports)
@@ -52,8 +44,7 @@ def _run(setup: Setup, messages: queue.SimpleQueue[Any], reports: IO[bytes]) -> 
     from batchjob.engine.runner import TorchRunner
 
     config = setup.config
-    pickle.dump(Report(), reports)
-    reports.flush()
+    send(reports, Report())
     group = Group(setup.rank, config.tensor_parallel, torch.device(config.device), setup.meeting)
     with group.environment():
         runner = TorchRunner(setup.source, config, group)
@@ -69,33 +60,7 @@ def _report(reports: IO[bytes], error: BaseException) -> None:
     else:
         traceback.print_exc()
         message = f"{type(error).__name__}: {error}"
-    try:
-        pickle.dump(Report(message, isinstance(error, UnsupportedModelError)), reports)
-        reports.flush()
-    except OSError:
-        pass  # nobody is left to hear it
-
-
-def _listen(orders: IO[bytes], messages: queue.SimpleQueue[Any]) -> None:
-    """Reads ahead, so that the first rank never waits for this one to read."""
-    while True:
-        try:
-            message = pickle.load(orders)
-        except (EOFError, OSError, pickle.UnpicklingError):
-            os._exit(1)  # the first rank is gone
-        messages.put(message)
-        if message is None:
-            return
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    """On Linux even inside native code; elsewhere, and in any case, the end of the pipe tells."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before we asked
-        os._exit(1)
+    send(reports, Report(message, isinstance(error, UnsupportedModelError)))
 
 
 if __name__ == "__main__":

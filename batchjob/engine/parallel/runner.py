@@ -1,6 +1,6 @@
 """`ParallelRunner`: a runner whose model is split over several processes, of which this one is the first.
 
-The others (`parallel_follower`) are started here, get the inputs of every step through a pipe, and run it at the same
+The others (`follower`) are started here, get the inputs of every step through a pipe, and run it at the same
 time on their own share of the weights and of the KV cache. The inputs are integers that the host has worked out once,
 and tokens are drawn here alone, so no rank can make a different step. One that ends, for whatever reason, ends the
 runner.
@@ -12,7 +12,6 @@ import contextlib
 import os
 import pickle
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from typing import IO
 
 import torch
 
+from batchjob import child_process
 from batchjob.core.step_plan import StepPlan
 from batchjob.engine.config import Capacity, EngineConfig
 from batchjob.engine.model.checkpoint import load_config
@@ -36,8 +36,6 @@ FOLLOWER = (sys.executable, "-m", "batchjob.engine.parallel.follower")
 _LAST_WORDS = 2.0  # seconds in which a follower whose end made a step fail here is heard
 _GOODBYE = 5.0  # seconds for a follower to end by itself
 _POLL = 50e-6  # seconds between two looks at a step on a GPU
-# An end is the first rank's business, even if a terminal or SLURM sends its signals to every process.
-_BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,23 +71,19 @@ class Followers:
         self._failure: EngineError = EngineError("")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._threads: list[threading.Thread] = []
-        environ = {**os.environ, "OMP_NUM_THREADS": str(config.num_threads or 1)}
+        environ = {"OMP_NUM_THREADS": str(config.num_threads or 1)}
         for rank in range(1, self._size):
             device = f"cuda:{(base.index or 0) + rank}" if self._is_gpu else "cpu"
             setup = Setup(rank, source, replace(config, device=device), meeting, os.getpid())
             self._start(rank, setup, environ)
 
     def _start(self, rank: int, setup: Setup, environ: dict[str, str]) -> None:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
-        try:
-            process = subprocess.Popen(FOLLOWER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        process = child_process.spawn(FOLLOWER, stdout=subprocess.PIPE, environ=environ)
         self._processes.append(process)
         thread = threading.Thread(target=self._watch, args=(rank, process), name=f"rank {rank}", daemon=True)
         self._threads.append(thread)
         thread.start()
-        self._tell(process, setup)
+        child_process.send(process.stdin, setup)  # if it is gone, its thread sees that, here and below
 
     def wait_until_ready(self) -> None:
         """Returns when every follower is about to join the group. Raises EngineError."""
@@ -101,7 +95,7 @@ class Followers:
         self.check()
         data = pickle.dumps(inputs, pickle.HIGHEST_PROTOCOL)
         for process in self._processes:
-            self._write(process, data)
+            child_process.write(process.stdin, data)
 
     def check(self) -> None:
         """Raises the EngineError of a follower that has ended."""
@@ -121,9 +115,8 @@ class Followers:
             return
         self._is_closing = True
         for process in self._processes:
-            self._tell(process, None)
-            with contextlib.suppress(OSError):
-                _pipe(process.stdin).close()
+            child_process.send(process.stdin, None)
+            _pipe(process.stdin).close()
         for process in self._processes:
             try:
                 process.wait(0 if self._failed.is_set() else _GOODBYE)
@@ -133,19 +126,11 @@ class Followers:
         for thread in self._threads:
             thread.join()
 
-    def _tell(self, process: subprocess.Popen[bytes], message: object) -> None:
-        self._write(process, pickle.dumps(message))
-
-    def _write(self, process: subprocess.Popen[bytes], data: bytes) -> None:
-        with contextlib.suppress(OSError):  # it is gone, which its thread sees
-            _pipe(process.stdin).write(data)
-            _pipe(process.stdin).flush()
-
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         message, is_unsupported = None, False
-        with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
+        with contextlib.suppress(EOFError):
             while True:
-                report: Report = pickle.load(_pipe(process.stdout))
+                report: Report = child_process.receive(process.stdout)
                 if report.message is None:
                     self._ready.release()
                 else:

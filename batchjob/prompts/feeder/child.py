@@ -12,27 +12,27 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
-from typing import IO, Any
+from typing import Any
 
+from batchjob.child_process import listen, take_standard_input, take_standard_output
 from batchjob.errors import BatchJobError
 from batchjob.prompts.feeder.batches import Source
-from batchjob.prompts.feeder.frames import Beat, Begun, Failure, Order, Packed, Ready, read_frame, write_frame
+from batchjob.prompts.feeder.frames import Beat, Begun, Failure, Order, Packed, Ready, write_frame
 from batchjob.records import Record
 
 _BEAT_SECONDS = 1.0  # between two signs of life at least
 
 
 def main() -> None:
-    """A FeederConfig, then orders, from standard input; frames to standard output."""
+    """Takes a FeederConfig, then orders, from standard input, and writes frames to standard output."""
     sys.modules["torch"] = None  # type: ignore[assignment]  # Transformers then starts faster and smaller
-    out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whoever prints must not spoil the frames
+    orders, out = take_standard_input(), take_standard_output()
 
     def send(message: object) -> None:
         write_frame(out, pickle.dumps(message, 5))
 
     commands: queue.Queue[Any] = queue.Queue()
-    threading.Thread(target=_listen, args=(sys.stdin.buffer, commands), daemon=True).start()
+    listen(orders, commands.put)
     try:
         source = Source(commands.get())
         send(Ready())
@@ -73,12 +73,6 @@ def _carry_out(source: Source, order: Order, send: Callable[[object], None]) -> 
     )
     for batch in batches:
         send(Packed.of(batch))
-
-
-def _listen(pipe: IO[bytes], commands: queue.Queue[Any]) -> None:
-    while (frame := read_frame(pipe)) is not None:
-        commands.put(pickle.loads(frame))
-    os._exit(0)  # the parent has closed the pipe, or is dead
 
 
 def _report(send: Callable[[object], None], failure: Failure) -> None:

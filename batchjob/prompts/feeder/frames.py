@@ -1,7 +1,8 @@
-"""What travels between a feeder and its child: a length, then a pickle of plain values.
+"""The messages between a feeder and its child, pickles of plain values.
 
-Down go a FeederConfig without chunks, then an `Order` for each chunk. Up come `Ready` once the tokeniser is loaded; for
-each batch `Begun`, perhaps some `Beat`s, and `Packed`; and a `Failure` as the last word.
+Down go a FeederConfig without chunks, then an `Order` for each chunk. Up come frames, which are a length and a pickle:
+`Ready` once the tokeniser is loaded; for each batch `Begun`, perhaps some `Beat`s, and `Packed`; and a `Failure` as the
+last word.
 """
 
 from __future__ import annotations
@@ -110,12 +111,3 @@ def write_frame(pipe: IO[bytes], data: bytes) -> None:
     if len(data) >= 1 << 16:
         pipe.write(data)
     pipe.flush()
-
-
-def read_frame(pipe: IO[bytes]) -> bytes | None:
-    header = pipe.read(HEADER.size)
-    if len(header) < HEADER.size:
-        return None
-    (size,) = HEADER.unpack(header)
-    data = pipe.read(size)
-    return data if len(data) == size else None

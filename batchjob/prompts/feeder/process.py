@@ -18,34 +18,26 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
+from batchjob import child_process
 from batchjob.errors import BatchJobError, FeederError
 from batchjob.plan import Chunk
 from batchjob.prompts.feeder.batches import FedBatch, FeederConfig
 from batchjob.prompts.feeder.blame import Blame
-from batchjob.prompts.feeder.frames import HEADER, Begun, Failure, Order, Packed, Ready, write_frame
+from batchjob.prompts.feeder.frames import HEADER, Begun, Failure, Order, Packed, Ready
 
 CHILD = (sys.executable, "-m", "batchjob.prompts.feeder")  # tests put a program of their own here
 _READ_AHEAD = 8  # batches waiting in the parent
-_BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 _TICK = 1.0  # seconds of silence counted at once: while this process is stopped, its child may be too
 _MAX_PAUSE = 2.0  # seconds before a process is started again
 
 
 class _Child:
-    """One process. Signals of the job are the parent's to act on: blocked when it starts, they stay blocked in it."""
+    """One process."""
 
     def __init__(self, config: FeederConfig) -> None:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
-        try:
-            self._process = subprocess.Popen(
-                CHILD,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                process_group=0,
-                env={**os.environ, "TRANSFORMERS_VERBOSITY": "error"},
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._process = child_process.spawn(
+            CHILD, stdout=subprocess.PIPE, process_group=0, environ={"TRANSFORMERS_VERBOSITY": "error"}
+        )
         self.pid = self._process.pid
         assert self._process.stdout is not None
         self._fd = self._process.stdout.fileno()
@@ -54,11 +46,7 @@ class _Child:
         self.send(config)
 
     def send(self, message: object) -> None:
-        assert self._process.stdin is not None
-        try:
-            write_frame(self._process.stdin, pickle.dumps(message, 5))
-        except (OSError, ValueError):
-            pass  # the child is gone, or let go of; whoever reads from it says why
+        child_process.send(self._process.stdin, message)  # if it is gone, the thread that reads from it says why
 
     def receive(self, seconds: float | None) -> object:
         """The next message; None once it is gone. Raises TimeoutError after so many seconds of silence."""
@@ -87,10 +75,7 @@ class _Child:
         """Ends it, at once or when it has had so many seconds to do so itself. Returns its return code."""
         assert self._process.stdin is not None
         if patience:
-            try:
-                self._process.stdin.close()
-            except OSError:
-                pass  # it is gone already
+            self._process.stdin.close()
         try:
             return self._process.wait(patience)
         except subprocess.TimeoutExpired:
@@ -100,10 +85,7 @@ class _Child:
     def close(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            try:
-                pipe.close()
-            except OSError:
-                pass  # what was left in it cannot be written any more
+            pipe.close()
 
 
 @dataclass(slots=True)

@@ -153,7 +153,8 @@ def test_a_process_that_is_killed_is_an_error(models: dict[str, Path]) -> None:
 
 def follower_with(change: str) -> tuple[str, ...]:
     """The command of a follower in which something is different."""
-    code = f"from batchjob.engine import parallel_follower, parallel_group, runner\n{change}\nparallel_follower.main()"
+    names = "from batchjob.engine import runner\nfrom batchjob.engine.parallel import follower, group"
+    code = f"{names}\n{change}\nfollower.main()"
     return sys.executable, "-c", code
 
 
@@ -161,7 +162,7 @@ def test_a_process_that_ends_before_all_have_joined_is_an_error(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = children()
-    change = "import os\nparallel_group.Group.__init__ = lambda *args: os._exit(7)"
+    change = "import os\ngroup.Group.__init__ = lambda *args: os._exit(7)"
     monkeypatch.setattr(parallel, "FOLLOWER", follower_with(change))
     with pytest.raises(EngineError, match="process 2 of 2 that the model is split over: ended by exit code 7"):
         ParallelRunner(models["llama"], config_of(tensor_parallel=2))
@@ -176,7 +177,7 @@ def test_an_error_of_another_process_ends_the_step(models: dict[str, Path], monk
 import torch
 def fail(self, inputs):
     def forward(): raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
-    parallel_group.one_try(forward)()
+    group.one_try(forward)()
 runner.TorchRunner.follow = fail"""
     monkeypatch.setattr(parallel, "FOLLOWER", follower_with(change))
     engine = split(models["llama"])
@@ -192,7 +193,7 @@ def test_no_process_outlives_the_first(models: dict[str, Path]) -> None:
     code = f"""
 import sys, time
 from pathlib import Path
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}  # this file; `families`
 import test_parallel
 engine = test_parallel.split(Path({str(models["llama"])!r}))
 print(*test_parallel.children(), flush=True)

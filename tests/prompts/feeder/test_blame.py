@@ -209,7 +209,7 @@ def test_a_pipe_that_cannot_be_read_and_a_process_that_cannot_be_made_are_overco
     tmp_path: Path, write_jsonl: WriteJsonl, config_of: ConfigOf, drain: Drain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"row {i}"} for i in range(600)]))
-    receive, popen = process._Child.receive, process.subprocess.Popen
+    receive, popen = process._Child.receive, process.child_process.spawn
     failures: list[OSError] = [OSError(5, "Input/output error"), OSError(11, "Resource temporarily unavailable")]
 
     def receive_late(self: Any, seconds: float | None) -> object:
@@ -225,7 +225,7 @@ def test_a_pipe_that_cannot_be_read_and_a_process_that_cannot_be_made_are_overco
     said: list[str] = []
     with closing(Feeder(config, said.append)) as feeder:
         monkeypatch.setattr(process._Child, "receive", receive_late)
-        monkeypatch.setattr(process.subprocess, "Popen", start_late)
+        monkeypatch.setattr(process.child_process, "spawn", start_late)
         os.kill(feeder.pid, signal.SIGKILL)
         prompts = drain(feeder, config)
     assert [prompt.row_index for prompt in prompts] == list(range(600))
