@@ -1,3 +1,4 @@
 from batchjob.prompts.feeder.child import main
 
-main()
+if __name__ == "__main__":
+    main()
