@@ -1,7 +1,7 @@
 """Small files beside a job's state that nothing depends on: stacks of a hung worker, counts of fruitless requeues.
 
-Whoever may write to the output directory may plant links, pipes or directories under their names, so no name is
-followed and nothing is waited for.
+Another user with the right to write to the output directory may plant links, pipes or directories under their names, so
+no name is followed and nothing is waited for.
 """
 
 from __future__ import annotations

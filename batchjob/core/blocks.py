@@ -1,13 +1,13 @@
 """`BlockPool`: which KV blocks are free, which are shared, and which hold a prefix that can be used again.
 
 A block is `block_size` token positions of every layer, known here only by its index. The pool knows nothing of
-sequences, queues or tensors. As in vLLM, full blocks are found by chained hashes, and blocks that nobody holds are
+sequences, queues or tensors. As in vLLM, full blocks are found by chained hashes, and blocks without a holder are
 evicted first in, first out; as in nano-vllm, a hit is confirmed by comparing tokens.
 
 A block is always in exactly one of three places:
 
-    empty       nobody holds it and nothing in it is worth keeping      list, last freed first out
-    cached      nobody holds it, but it is in the index: may be hit      OrderedDict, oldest first = eviction order
+    empty       no holder, and nothing in it is worth keeping           list, last freed first out
+    cached      no holder, but it is in the index: may be hit           OrderedDict, oldest first = eviction order
     referenced  in the tables of `refs` holders; in the index or not
 """
 
@@ -51,12 +51,13 @@ class BlockPool:
         return len(self._cached)
 
     def num_unreferenced(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` nobody holds, so that `share` takes them out of the free ones."""
+        """Counts the blocks without a holder: `share` takes these out of the free ones."""
         refs = self._refs
         return sum(not refs[block] for block in blocks)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks of undefined content, held once; evicts the oldest cached ones when no empty ones are left.
+        """Returns `count` blocks of undefined content, each with one holder. Evicts the oldest cached ones when no
+        empty ones are left.
 
         The caller makes sure that `count <= num_free`.
         """
@@ -70,7 +71,7 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more holder for each of `blocks`, which `match` has just found."""
+        """Adds a holder to each of `blocks`, which `match` has just found."""
         refs = self._refs
         for block in blocks:
             if not refs[block]:
@@ -78,7 +79,7 @@ class BlockPool:
             refs[block] += 1
 
     def free(self, blocks: list[int]) -> None:
-        """One holder less for each block of a table. From the back, so that the tail of a prefix is evicted first."""
+        """Takes a holder from each block of a table, from the back, so that a prefix is evicted from its tail."""
         refs = self._refs
         for block in reversed(blocks):
             assert refs[block] > 0
@@ -90,7 +91,7 @@ class BlockPool:
                     self._cached[block] = None
 
     def match(self, chain: Chain, num_blocks: int) -> list[int]:
-        """The blocks that hold the longest indexed prefix of a chain's first `num_blocks`, without taking them."""
+        """Returns the blocks of the longest indexed prefix of a chain's first `num_blocks`, without taking them."""
         blocks: list[int] = []
         parent = chain.root
         for i in range(num_blocks):
@@ -110,7 +111,7 @@ class BlockPool:
         """Puts the blocks of a table up to `num_blocks`, which are full and computed, into the index.
 
         Where the same prefix is in the index already, that block stays and ours remains private. An entry of the same
-        digest but another prefix, or one whose parent was evicted and registered anew, gives way.
+        digest but another prefix, or one whose parent was evicted and registered again, gives way.
         """
         parent = chain.parent
         for i in range(chain.num_registered, num_blocks):

@@ -44,7 +44,7 @@ def _longest_first(request: Request) -> tuple[bool, int]:
 def _shared_paths(requests: list[Request], block_size: int) -> list[list[int]]:
     """For each request its way down the tree of leading blocks, as far as another request goes with it.
 
-    Level by level, so that blocks nobody shares cost nothing. A node's number is its rank of first appearance in its
+    Level by level, so that unshared blocks cost nothing. A node's number is its rank of first appearance in its
     level; the requests of one node stay together from level to level, so paths compare as the groups should lie.
     """
     paths: list[list[int]] = [[] for _ in requests]

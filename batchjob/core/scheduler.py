@@ -47,7 +47,7 @@ class Scheduler:
         prefix_caching: bool = True,
         admission_interval: int = 1,
     ) -> None:
-        """`admission_interval`: while slots or blocks are scarce, new rows are let in once in so many steps only.
+        """`admission_interval`: while slots or blocks are scarce, new rows are admitted once in so many steps only.
 
         A device that replays steps of decodes alone faster than others gains by that: otherwise, with hundreds of
         slots, some row ends and another enters on almost every step.
@@ -85,20 +85,21 @@ class Scheduler:
         return len(self._running)
 
     def add(self, request: Request) -> RowError | None:
-        """Queues a request, or says why it can never run."""
+        """Queues a request, or returns the reason why it can never run."""
         num_tokens, limit = len(request.token_ids), self.max_model_len
         if num_tokens == 0:
             return RowError("invalid_prompt", "the prompt has no tokens")
         if num_tokens >= limit:
             message = f"the prompt has {num_tokens} tokens; max_model_len is {limit}, output included"
             return RowError("prompt_too_long", message)
-        num_made, pool = len(request.output_token_ids), self.pool
-        num_blocks = self._num_blocks(num_tokens + num_made)
+        num_generated, pool = len(request.output_token_ids), self.pool
+        num_blocks = self._num_blocks(num_tokens + num_generated)
         if num_blocks > pool.num_blocks:
-            what = "the prompt and output" if num_made else "the prompt"
+            what = "the prompt and output" if num_generated else "the prompt"
             message = (
-                f"{what} of {num_tokens + num_made} tokens needs {num_blocks} KV blocks of {pool.block_size} tokens; "
-                f"the whole cache has {pool.num_blocks} ({pool.num_blocks * pool.block_size} tokens)"
+                f"{what} of {num_tokens + num_generated} tokens needs {num_blocks} KV blocks of "
+                f"{pool.block_size} tokens; the whole cache has {pool.num_blocks} "
+                f"({pool.num_blocks * pool.block_size} tokens)"
             )
             return RowError("kv_cache_too_small", message)
         max_tokens = request.params.max_tokens
@@ -107,7 +108,7 @@ class Scheduler:
         return None
 
     def schedule(self, num_steps: int = 1) -> StepPlan | None:
-        """The next step, or None when there is nothing to do now.
+        """Returns the next step, or None when there is nothing to do now.
 
         A step of decodes alone may come as up to `num_steps` in a row, where blocks are free for them and no sequence
         needs the host after each token. Afterwards `overgrown` holds the sequences that this call ended, because each
@@ -147,7 +148,7 @@ class Scheduler:
         return StepPlan(decodes, prefills, sampling=sampling, num_steps=num_steps, grown=grown)
 
     def commit(self, plan: StepPlan, tokens: list[int]) -> None:
-        """One step of the plan has run and gave `tokens`, one for each of `plan.sampled`.
+        """Takes in the `tokens` of one step of the plan, one for each of `plan.sampled`.
 
         Called once for each of its `num_steps`, in order. Tokens of sequences that are over by now are left out.
         """
@@ -158,7 +159,7 @@ class Scheduler:
                 seq.num_in_flight -= 1
 
     def finish(self, seq: Sequence) -> None:
-        """Takes a sequence out, wherever it stands. Tokens of its that are in flight are of no interest any more."""
+        """Takes a sequence out of the queue or of the running ones. Its tokens in flight will be discarded."""
         if seq.state is SequenceState.RUNNING:
             self._release(seq)
         else:
@@ -167,14 +168,14 @@ class Scheduler:
         seq.state = SequenceState.FINISHED
 
     def drop_running(self) -> list[Sequence]:
-        """Takes out and returns everything that runs."""
+        """Takes out and returns all running sequences."""
         dropped = list(self._running)
         for seq in dropped:
             self.finish(seq)
         return dropped
 
     def drop_waiting(self) -> list[Sequence]:
-        """Takes out and returns everything that does not run: rows never started and preempted ones."""
+        """Takes out and returns all waiting sequences: those never started and those preempted."""
         dropped, self._waiting, self._stuck = list(self._waiting), deque(), None
         for seq in dropped:
             seq.state = SequenceState.FINISHED
@@ -183,7 +184,7 @@ class Scheduler:
     # -- running
 
     def _advance(self, decodes: list[Slice], prefills: list[Slice], num_steps: int) -> list[int]:
-        """What these slices compute counts as computed. Returns the indices of the prefills that sample."""
+        """Counts the tokens of these slices as computed. Returns the indices of the prefills that sample."""
         if num_steps == 1:
             for seq, _, stop in decodes:
                 seq.num_computed = stop
@@ -205,7 +206,7 @@ class Scheduler:
         return sampling
 
     def _reserve(self, decodes: list[Slice], num_steps: int, grown: list[Sequence]) -> int:
-        """Blocks for up to `num_steps` decode steps of these sequences; returns for how many there are enough."""
+        """Allocates blocks for up to `num_steps` decode steps; returns the number for which there are enough."""
         if num_steps > 1 and any(seq.needs_host for seq, _, _ in decodes):
             return 1
         while num_steps > 1:
@@ -228,7 +229,7 @@ class Scheduler:
         self._num_growing -= could_grow and not self._may_grow(seq)
 
     def _grow(self, seq: Sequence) -> bool:
-        """One more block for a decode, if need be from the latest admitted. False: it does not decode now."""
+        """Allocates one more block for a decode, if need be from the latest admitted. False: it does not decode now."""
         if seq.num_in_flight and seq.num_computed + 1 >= seq.max_len:
             return False  # its last token is on its way
         if len(seq.blocks) == self.pool.num_blocks:
@@ -245,7 +246,7 @@ class Scheduler:
         return True
 
     def _preempt(self, seq: Sequence) -> None:
-        """Back to the head of the queue, without blocks. What it has computed is indexed first: it may well survive."""
+        """Moves a sequence to the head of the queue, without blocks. Its full blocks stay in the index."""
         self.num_preemptions += 1
         self.num_preempted += not seq.num_preemptions
         self.num_recomputed_tokens += seq.num_computed
@@ -283,7 +284,7 @@ class Scheduler:
         return False
 
     def _admit(self, slices: list[Slice], budget: int) -> None:
-        """New rows from the head of the queue, while there are tokens, slots and blocks for them.
+        """Admits rows from the head of the queue, while there are tokens, slots and blocks for them.
 
         A row gets the blocks of all its tokens at once, so a started prefill never waits for blocks. The row at the
         head is never passed over for want of blocks: large rows do not starve.
@@ -332,7 +333,7 @@ class Scheduler:
             self._pending.update(seq.chain.digests[len(hits) :])
 
     def _prefill(self, seq: Sequence, slices: list[Slice], budget: int) -> int:
-        """As many of its tokens as the budget allows. Returns what is left of the budget."""
+        """Adds a slice with as many tokens as the budget allows. Returns the rest of the budget."""
         start = seq.num_computed
         stop = min(len(seq.tokens), start + budget)
         if stop > start:
@@ -348,15 +349,15 @@ class Scheduler:
     # -- prefixes
 
     def _chain(self, seq: Sequence, num_blocks: int) -> Chain:
-        """Its chain, up to `num_blocks`. One root for all rows, or without prefix caching one for each row."""
+        """Returns the sequence's hashes up to `num_blocks`. Rows share a root if prefix caching is on."""
         if seq.chain is None:
             seq.chain = Chain(0 if self.prefix_caching else ~seq.request.row_index)
         seq.chain.extend(seq.tokens, num_blocks, self.pool.block_size)
         return seq.chain
 
     def _match(self, seq: Sequence) -> list[int]:
-        """Blocks that it can share. Never the last token's: that one has to be computed for its logits, and a shared
-        block is never written to, so a prompt that ends with a block computes that block again in one of its own.
+        """Returns the blocks that it can share. Never the last token's: that one has to be computed for its logits, and
+        a shared block is never written to, so a prompt that ends with a block computes that block again in its own.
         """
         if not (self.prefix_caching or seq.num_preemptions or seq.request.params.n > 1):
             return []
@@ -365,13 +366,13 @@ class Scheduler:
         return self.pool.match(chain, (len(seq.tokens) - 1) // block_size)
 
     def _is_pending(self, seq: Sequence, num_hits: int) -> bool:
-        """Whether the block after its hits is one that it could share, once a running sequence has computed it."""
+        """True if a running sequence is about to compute the block after its hits, which it could then share."""
         if seq.chain is None or num_hits == (len(seq.tokens) - 1) // self.pool.block_size:
             return False
         return seq.chain.digests[num_hits] in self._pending
 
     def _publish(self, seq: Sequence, chain: Chain, num_full: int) -> None:
-        """Its blocks up to `num_full` are computed: those it was admitted with enter the index."""
+        """Indexes the blocks that it was admitted with, of its first `num_full`, which are computed now."""
         first = chain.num_registered
         last = min(num_full, len(chain.digests))
         if last > first:

@@ -32,7 +32,7 @@ class Sequence:
     tokens: list[int] = field(init=False, repr=False)
     num_prompt_tokens: int = field(init=False)
     num_computed: int = field(init=False, default=0)  # tokens whose KV is in the cache once scheduled steps have run
-    num_in_flight: int = field(init=False, default=0)  # tokens of scheduled steps, behind `tokens`
+    num_in_flight: int = field(init=False, default=0)  # tokens of scheduled steps, to come after `tokens`
     blocks: list[int] = field(init=False, repr=False, default_factory=list)
     slot: int = field(init=False, default=-1)  # the same index < max_num_seqs as long as it runs, else -1
     state: SequenceState = field(init=False, default=SequenceState.WAITING)
@@ -47,12 +47,12 @@ class Sequence:
 
     @property
     def needs_host(self) -> bool:
-        """Whether each of its tokens must be looked at before the next is worth computing: stop strings are text."""
+        """True if the host must look at each token before the next is worth computing: stop strings are text."""
         return bool(self.request.params.stop)
 
     @property
     def num_output_tokens(self) -> int:
-        """Of those that are known."""
+        """Counts the output tokens whose values are known."""
         return len(self.tokens) - self.num_prompt_tokens
 
     @property

@@ -1,7 +1,7 @@
-"""What a person reads: plain lines on standard error, safe for a terminal, and never a reason to stop.
+"""Lines for a person: plain text on standard error, safe for a terminal, and never a reason to stop.
 
-Whoever looks at the lines may go away (`| head`, a closed terminal, a full disk under a log file) while the job goes
-on: then they are dropped. Text that comes from rows, files or models cannot steer a terminal.
+The reader may go away (`| head`, a closed terminal, a full disk under a log file) while the job goes on: then the lines
+are dropped. Text that comes from rows, files or models cannot steer a terminal.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 
 
 def echo(line: str) -> None:
-    """One line, or several, to standard error. Drops it if nobody takes it."""
+    """Prints one or several lines to standard error. Drops them if the other end is gone."""
     try:
         print(safe(line), file=sys.stderr, flush=True)
     except (OSError, ValueError):  # ValueError: closed
@@ -26,12 +26,12 @@ def echo(line: str) -> None:
 
 
 def safe(text: str) -> str:
-    """The text without secrets, and with control characters escaped but for the ends of its lines."""
+    """Returns the text without secrets, and with control characters escaped but for the ends of its lines."""
     return "\n".join(printable(line, limit=None) for line in redact(text).split("\n"))
 
 
 def silence() -> None:
-    """Nobody reads standard error any more: what is still written there goes nowhere, and fails nowhere."""
+    """Sends standard error to /dev/null, where no later write fails, because its reader is gone."""
     try:
         null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         os.dup2(null, 2)

@@ -1,4 +1,4 @@
-"""What a person sees while a job runs: a bar on a terminal, a plain line per interval elsewhere. Knows no engine."""
+"""`Progress`: the picture of a running job, a bar on a terminal, else a plain line per interval."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run came to: counts, exit code, and the closing lines that say where the rows are and how to read them."""
+"""`RunResult`: counts, exit code, and the closing lines that say where the rows are and how to read them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class RunResult:
     rows_total: int = 0
     rows_done: int = 0  # ended well or as an error, those found done at start included
     rows_reused: int = 0  # found done at start
-    rows_saved: int = 0  # samples that were cut off and kept what they had made
-    rows_continued: int = 0  # samples that went on behind what an earlier run had made
+    rows_saved: int = 0  # samples that were cut off and kept their tokens
+    rows_continued: int = 0  # samples that continued after the tokens of an earlier run
     chunks_stolen: int = 0  # taken over from other shards
     rows_wasted: int = 0  # output rows of this process that another one had committed first
     num_ok: int = 0
@@ -41,7 +41,7 @@ class RunResult:
     first_token_seconds: float | None = None  # from the start of the process's work to its first tokens
     max_error_rate: float = 0.01
     stopped_by: str | None = None  # what ended it early: everything is safe, run it again
-    requeue: Requeue = field(default_factory=Requeue)  # what came of it, in SLURM
+    requeue: Requeue = field(default_factory=Requeue)  # what SLURM was asked for after a stop
     job_complete: bool = False  # all shards, not only this one
     rows_by_device: dict[str, int] = field(default_factory=dict)  # finished by each worker, where there are several
     warnings: list[str] = field(default_factory=list)
@@ -56,12 +56,12 @@ class RunResult:
 
     @property
     def input_damaged(self) -> bool:
-        """A compressed file broke off: how many rows it had, nobody knows."""
+        """True if a compressed file broke off: the number of its rows is unknown."""
         return bool(self.errors.get("input_damaged"))
 
     @property
     def too_many_errors(self) -> bool:
-        """Above the allowed share, or every single row: that is never what somebody wanted."""
+        """True above the allowed share, and if every row failed: no job is meant to end so."""
         return self.num_failed > 0 and (not self.num_ok or self.num_failed > self.max_error_rate * self.num_output_rows)
 
     @property
@@ -128,7 +128,7 @@ class RunResult:
 
 
 def status_json(status: Status) -> dict[str, Any]:
-    """What `batchjob status --json` prints."""
+    """Returns the object that `batchjob status --json` prints."""
     return {
         "complete": status.complete,
         "rows": status.num_rows,
@@ -144,7 +144,7 @@ def status_json(status: Status) -> dict[str, Any]:
 
 
 def render_status(status: Status) -> str:
-    """What `batchjob status` prints."""
+    """Returns the text that `batchjob status` prints."""
     done = status.num_rows - status.num_rows_open
     share = done / status.num_rows if status.num_rows else 1.0
     counts = status.counts
