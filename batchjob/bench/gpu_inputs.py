@@ -55,7 +55,7 @@ def step_meta(
         table[row, :count] = blocks[sum(counts[:row]) : sum(counts[:row]) + count]
     for length in query_lens:
         starts.append(starts[-1] + length)
-    slots = [
+    slot_mapping = [
         int(table[row, position // block_size]) * block_size + position % block_size
         for row, (query_len, kv_len) in enumerate(zip(query_lens, kv_lens, strict=True))
         for position in range(kv_len - query_len, kv_len)
@@ -65,7 +65,7 @@ def step_meta(
         query_lens=query_lens,
         kv_lens=kv_lens,
         block_table=table.to(device),
-        slots=torch.tensor(slots, device=device),
+        slot_mapping=torch.tensor(slot_mapping, device=device),
         block_size=block_size,
         device_lens=DeviceLens(
             torch.tensor(starts, **as_int32),

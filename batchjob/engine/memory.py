@@ -94,7 +94,7 @@ def largest_step(
         query_lens=lens,
         kv_lens=lens,
         block_table=table if has_device_lens else table.expand(len(lens), -1),
-        slots=positions,
+        slot_mapping=positions,
         block_size=size,
         device_lens=DeviceLens.of(lens, lens, [0] * len(lens), device) if has_device_lens else None,
         deterministic=config.deterministic,

@@ -128,12 +128,12 @@ class FixedRows:
         table = torch.arange(cache.num_blocks // blocks_per_seq * blocks_per_seq).view(-1, blocks_per_seq)
         table = table[[row for row, _, _ in spans]]
         positions = [torch.arange(start, stop) for _, start, stop in spans]
-        slots = [row[where // size] * size + where % size for row, where in zip(table, positions, strict=True)]
+        slot_mapping = [row[where // size] * size + where % size for row, where in zip(table, positions, strict=True)]
         meta = AttnMeta(
             query_lens=[stop - start for _, start, stop in spans],
             kv_lens=[stop for _, _, stop in spans],
             block_table=table.to(device),
-            slots=torch.cat(slots).to(device),
+            slot_mapping=torch.cat(slot_mapping).to(device),
             block_size=size,
             deterministic=True,
         )
@@ -191,11 +191,13 @@ def _blocks(meta: AttnMeta, null_block: int) -> Iterator[_Block]:
             if done == meta.query_lens[seq]:
                 seq, done = seq + 1, 0
         stop = min(num_tokens, start + ROWS)
-        slots = meta.slots[start:stop]
+        slot_mapping = meta.slot_mapping[start:stop]
         if room:
             rows.append(len(meta.query_lens))
             query_lens.append(room)
             kv_lens.append(room)
-            slots = torch.cat((slots, null_block * size + torch.arange(room, device=slots.device) % size))
-        own = AttnMeta(query_lens, kv_lens, table[rows], slots, size, deterministic=True)
+            slot_mapping = torch.cat(
+                (slot_mapping, null_block * size + torch.arange(room, device=slot_mapping.device) % size)
+            )
+        own = AttnMeta(query_lens, kv_lens, table[rows], slot_mapping, size, deterministic=True)
         yield _Block(start, stop, own)

@@ -181,12 +181,14 @@ def packed_logits(
     for pieces in _TEST_STEPS:
         rows = [row for row, _, _ in pieces]
         positions = [torch.arange(start, stop, device=device) for _, start, stop in pieces]
-        slots = [table[row, where // size] * size + where % size for row, where in zip(rows, positions, strict=True)]
+        slot_mapping = [
+            table[row, where // size] * size + where % size for row, where in zip(rows, positions, strict=True)
+        ]
         meta = AttnMeta(
             query_lens=[stop - start for _, start, stop in pieces],
             kv_lens=[stop for _, _, stop in pieces],
             block_table=table if has_device_lens else table[rows],
-            slots=torch.cat(slots),
+            slot_mapping=torch.cat(slot_mapping),
             block_size=size,
         )
         if has_device_lens:

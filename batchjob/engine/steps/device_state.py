@@ -42,8 +42,8 @@ class DeviceState:
             self.rows = parts["rows"].long()
         return parts
 
-    def write_slots(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Where the keys and values of tokens go: `rows` and `positions` int64 [n] -> slots int64 [n]."""
+    def slot_mapping(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Where the keys and values of tokens go: `rows` and `positions` int64 [n] -> int64 [n]."""
         blocks = self.block_table[rows, positions // self.block_size]
         return blocks.long() * self.block_size + positions % self.block_size
 

@@ -45,13 +45,13 @@ class DecodeBatch:
         self.kv_lens = torch.ones(size, dtype=torch.int32, device=device)
         self.ids = torch.zeros(size, dtype=torch.int64, device=device)
         self.positions = torch.zeros(size, dtype=torch.int64, device=device)
-        self.slots = torch.zeros(size, dtype=torch.int64, device=device)
+        self.slot_mapping = torch.zeros(size, dtype=torch.int64, device=device)
         self.keep = torch.arange(size, device=device)
         self.meta = AttnMeta(
             query_lens=[1] * size,
             kv_lens=[1] * size,
             block_table=state.block_table,
-            slots=self.slots,
+            slot_mapping=self.slot_mapping,
             block_size=state.block_size,
             device_lens=DeviceLens(
                 torch.arange(size + 1, dtype=torch.int32, device=device), self.kv_lens, self.table_rows
@@ -66,7 +66,7 @@ class DecodeBatch:
         torch.index_select(state.last_tokens, 0, rows, out=self.ids)
         self.positions.copy_(self.kv_lens)
         self.positions.sub_(1)
-        self.slots.copy_(state.write_slots(rows, self.positions))
+        self.slot_mapping.copy_(state.slot_mapping(rows, self.positions))
 
 
 class DeviceSteps:
@@ -126,7 +126,7 @@ class DeviceSteps:
         if not self._has_device_lens:
             positions = kv_lens.long() - 1
             meta = self._meta(inputs, rows, kv_lens, positions, rows, step)
-            self._broken.begin(meta.slots)
+            self._broken.begin(meta.slot_mapping)
             keep = torch.arange(size, device=state.device)
             return self._call(state.last_tokens[rows], positions, keep, self._context(meta))
         if self.graphs is not None:
@@ -147,9 +147,9 @@ class DeviceSteps:
         step = self._context(meta)
         step.watches = True
         logits = self._call(ids, positions, parts["keep"].long(), step)
-        self._broken.begin(meta.slots)
+        self._broken.begin(meta.slot_mapping)
         assert step.broken is not None
-        self._broken.note(meta.slots, step.broken)
+        self._broken.note(meta.slot_mapping, step.broken)
         return logits
 
     def _meta(
@@ -168,7 +168,7 @@ class DeviceSteps:
             query_lens=inputs.query_lens,
             kv_lens=[min(length + step, state.max_kv_len) for length in inputs.kv_lens],
             block_table=state.block_table,
-            slots=state.write_slots(token_rows, positions),
+            slot_mapping=state.slot_mapping(token_rows, positions),
             block_size=state.block_size,
             contexts=inputs.contexts,
             deterministic=self._deterministic,
@@ -197,5 +197,5 @@ class DeviceSteps:
     def _run_batch(self, batch: DecodeBatch) -> Tensor:
         batch.fill(self._state)
         batch.meta.memo.clear()  # some hold copies of the tensors that were filled: a graph has to make them itself
-        self._broken.begin(batch.slots)
+        self._broken.begin(batch.slot_mapping)
         return self._call(batch.ids, batch.positions, batch.keep, self._context(batch.meta))

@@ -41,10 +41,10 @@ class HostSteps:
         step = StepContext(meta, self._cache, self._backend, watches=not plan.decode_only)
         logits = self._forward(packed.input_ids, packed.positions, packed.keep, step)
         tokens = self._sampler.sample(logits, [piece.seq for piece in plan.sampled])
-        self._broken.begin(meta.slots)
+        self._broken.begin(meta.slot_mapping)
         if step.broken is not None:
-            self._broken.note(meta.slots, step.broken)
+            self._broken.note(meta.slot_mapping, step.broken)
             sequences = packed.sequences
-            kv_lens = torch.tensor(meta.kv_lens, device=meta.slots.device)[sequences]
+            kv_lens = torch.tensor(meta.kv_lens, device=meta.slot_mapping.device)[sequences]
             tokens = torch.where(self._broken.read_by(meta.block_table[sequences], kv_lens), -1, tokens)
         return tokens[None]

@@ -59,7 +59,7 @@ class Packer:
             query_lens=query_lens,
             kv_lens=stops.tolist(),
             block_table=self._tensor(table),
-            slots=self._tensor(slots),
+            slot_mapping=self._tensor(slots),
             block_size=self._block_size,
             contexts=contexts,
         )

@@ -24,7 +24,7 @@ def write_kv(kv: Tensor, cache: Tensor, meta: AttnMeta) -> None:
     num_kv_heads = cache.shape[2]
     rows = meta.memo.get(num_kv_heads)
     if rows is None:
-        rows = meta.memo[num_kv_heads] = kv_rows(meta.slots, num_kv_heads, meta.block_size)
+        rows = meta.memo[num_kv_heads] = kv_rows(meta.slot_mapping, num_kv_heads, meta.block_size)
     store_kv(kv, cache, rows)
 
 
@@ -41,7 +41,7 @@ def paged_attention(
 ) -> Tensor:
     """As `reference.paged_attention`."""
     if kv is None:
-        kv = cache[meta.slots // meta.block_size, :, :, meta.slots % meta.block_size]
+        kv = cache[meta.slot_mapping // meta.block_size, :, :, meta.slot_mapping % meta.block_size]
     num_kv_heads = cache.shape[2]
     grouped = q.unflatten(1, (num_kv_heads, -1))  # [num_tokens, kv_heads, heads per KV head, head_dim]
     pieces = cut(meta, window=window, num_kv_heads=num_kv_heads, dtype=q.dtype)

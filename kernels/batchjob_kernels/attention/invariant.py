@@ -38,7 +38,7 @@ def refusal(need: Requirements) -> str | None:
 
 def write_kv(kv: Tensor, cache: Tensor, meta: AttnMeta) -> None:
     """As `reference.write_kv`."""
-    store_kv(kv, cache, kv_rows(meta.slots, cache.shape[2], meta.block_size))
+    store_kv(kv, cache, kv_rows(meta.slot_mapping, cache.shape[2], meta.block_size))
 
 
 def paged_attention(

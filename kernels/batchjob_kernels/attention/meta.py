@@ -67,7 +67,7 @@ class AttnMeta:
     query_lens: list[int]
     kv_lens: list[int]  # new tokens included
     block_table: Tensor  # int [num_seqs, max_blocks]; past a sequence's last block: any block of finite numbers
-    slots: Tensor  # int64 [num_tokens]: block * block_size + offset where a new token's key and value go
+    slot_mapping: Tensor  # int64 [num_tokens]: block * block_size + offset where a new token's key and value go
     block_size: int
     contexts: list[Context] = field(default_factory=list)  # a hint: backends may ignore it; outer ones first
     memo: dict[Any, Any] = field(default_factory=dict)  # what a backend has worked out for this step

@@ -18,9 +18,9 @@ COMPILED_FOR_BLOCK_SIZE = False
 
 
 def write_kv(kv: Tensor, cache: Tensor, meta: AttnMeta) -> None:
-    """Stores new keys and values: `kv` [num_tokens, 2, num_kv_heads, head_dim] into `cache` at `meta.slots`, as
+    """Stores new keys and values: `kv` [num_tokens, 2, num_kv_heads, head_dim] into `cache` at `meta.slot_mapping`, as
     `store_kv` does."""
-    store_kv(kv, cache, kv_rows(meta.slots, cache.shape[2], meta.block_size))
+    store_kv(kv, cache, kv_rows(meta.slot_mapping, cache.shape[2], meta.block_size))
 
 
 def paged_attention(

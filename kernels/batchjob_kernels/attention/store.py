@@ -11,11 +11,11 @@ from torch import Tensor
 MAX_FP8 = 448.0  # the largest number of float8_e4m3fn; beyond it a cast gives NaN
 
 
-def kv_rows(slots: Tensor, num_kv_heads: int, block_size: int) -> Tensor:
+def kv_rows(slot_mapping: Tensor, num_kv_heads: int, block_size: int) -> Tensor:
     """The rows of each slot: int64 [num_tokens] -> [num_tokens * 2 * num_kv_heads], keys before values."""
     num_parts = 2 * num_kv_heads
-    first = slots // block_size * (num_parts * block_size) + slots % block_size
-    return (first[:, None] + block_size * torch.arange(num_parts, device=slots.device)).flatten()
+    first = slot_mapping // block_size * (num_parts * block_size) + slot_mapping % block_size
+    return (first[:, None] + block_size * torch.arange(num_parts, device=slot_mapping.device)).flatten()
 
 
 def store_kv(kv: Tensor, cache: Tensor, rows: Tensor) -> None:

@@ -57,7 +57,7 @@ def write_kv(kv: Tensor, cache: Tensor, meta: AttnMeta) -> None:
     write_kv_kernel[(num_tokens,)](
         rows,
         cache,
-        meta.slots,
+        meta.slot_mapping,
         rows.stride(0),
         NUM_PARTS=2 * num_kv_heads,
         HEAD_DIM=head_dim,

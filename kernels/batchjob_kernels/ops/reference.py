@@ -63,7 +63,7 @@ def rotary_write(
     RMS norm per head where `q_norm` or `k_norm` [head_dim] is given (Qwen3), and are then rotated (Su et al., 2021,
     "RoFormer", in the form that pairs dimension i with i + rotary_dim / 2) on their first `rotary_dim` dimensions.
     `cos` and `sin` are [n, rotary_dim] with two equal halves; with `rotary_dim` given they may be one half alone.
-    Keys and values go into `cache` at `meta.slots`, as `write_kv` puts them there.
+    Keys and values go into `cache` at `meta.slot_mapping`, as `write_kv` puts them there.
     """
     head_dim, num_kv_heads = qkv.shape[2], cache.shape[2]
     q, k, v = qkv.float().split((num_heads, num_kv_heads, num_kv_heads), dim=1)

@@ -105,7 +105,7 @@ def rotary_write(
             sin,
             qkv if q_norm is None else q_norm,
             qkv if k_norm is None else k_norm,
-            meta.slots,
+            meta.slot_mapping,
             q,
             cache,
             float(eps),

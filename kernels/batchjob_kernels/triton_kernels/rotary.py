@@ -42,14 +42,14 @@ def _head_weight(
     return weight
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping_ptr"])
 def rotary_write_kernel(
     qkv_ptr,  # [n, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]
     cos_ptr,
     sin_ptr,
     q_norm_ptr,
     k_norm_ptr,
-    slots_ptr,
+    slot_mapping_ptr,
     q_ptr,  # out: [n, NUM_HEADS, HEAD_DIM]
     cache_ptr,  # [blocks, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM]
     eps,
@@ -74,7 +74,7 @@ def rotary_write_kernel(
     is_kv = (head >= NUM_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
     rotates = head < NUM_HEADS + NUM_KV_HEADS
 
-    slot = tl.load(slots_ptr + token)
+    slot = tl.load(slot_mapping_ptr + token)
     block, position = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     source = qkv_ptr + token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + head * HEAD_DIM
     q_at = token * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM
@@ -168,7 +168,7 @@ def _case(name: str, heads: tuple[int, int, int], rotary_dim: int, dtype: str, c
     pointers = ("qkv_ptr", "cos_ptr", "sin_ptr", "q_norm_ptr", "k_norm_ptr")
     signature = {
         **dict.fromkeys(pointers, f"*{dtype}"),
-        "slots_ptr": "*i64",
+        "slot_mapping_ptr": "*i64",
         "q_ptr": f"*{dtype}",
         "cache_ptr": f"*{cache}",
         "eps": "fp32",

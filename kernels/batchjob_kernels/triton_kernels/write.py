@@ -19,11 +19,11 @@ def finite_as(x, dtype: tl.constexpr):
     return x.to(dtype)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def write_kv_kernel(
     kv,  # [num_tokens, 2, NUM_KV_HEADS, HEAD_DIM], each token contiguous
     cache,  # [num_blocks, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM]
-    slots,  # int64 [num_tokens]
+    slot_mapping,  # int64 [num_tokens]
     stride_kv,
     NUM_PARTS: tl.constexpr,  # 2 * NUM_KV_HEADS
     HEAD_DIM: tl.constexpr,
@@ -32,7 +32,7 @@ def write_kv_kernel(
     DIM_PAD: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token)
+    slot = tl.load(slot_mapping + token)
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     part = tl.arange(0, PARTS_PAD)[:, None]
     dim = tl.arange(0, DIM_PAD)[None, :]
@@ -46,7 +46,7 @@ def _case(name: str, kv: str, cache: str, head_dim: int, num_kv_heads: int = 8, 
     return AotCase(
         name=f"write_kv {name}",
         fn=write_kv_kernel,
-        signature={"kv": f"*{kv}", "cache": f"*{cache}", "slots": "*i64", "stride_kv": "i32"},
+        signature={"kv": f"*{kv}", "cache": f"*{cache}", "slot_mapping": "*i64", "stride_kv": "i32"},
         constexprs={
             "NUM_PARTS": 2 * num_kv_heads,
             "HEAD_DIM": head_dim,

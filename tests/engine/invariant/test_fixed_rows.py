@@ -119,7 +119,7 @@ def run_step(on: Any, parts: list[tuple[list[int], int, int, list[int]]], *, dev
         query_lens=query_lens,
         kv_lens=[stop for _, _, stop, _ in parts],
         block_table=torch.tensor([blocks + [null] * (width - len(blocks)) for *_, blocks in parts]),
-        slots=torch.tensor(
+        slot_mapping=torch.tensor(
             [blocks[at // size] * size + at % size for _, start, stop, blocks in parts for at in range(start, stop)]
         ),
         block_size=size,

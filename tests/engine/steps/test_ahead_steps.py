@@ -199,7 +199,7 @@ def test_the_row_of_nobody_stays_as_it_is_however_often_it_is_used() -> None:
         kv_lens = state.kv_lens[rows]
         assert kv_lens[0] == kv_lens[2] == 1
         state.advance(rows, torch.tensor([5, 6, -1]), kv_lens)
-        assert state.write_slots(rows, kv_lens.long() - 1)[[0, 2]].tolist() == [9 * 4, 9 * 4]
+        assert state.slot_mapping(rows, kv_lens.long() - 1)[[0, 2]].tolist() == [9 * 4, 9 * 4]
     assert state.kv_lens.tolist() == [1, 6, 1]
     assert state.last_tokens[1] == 6
     assert state.last_tokens[state.dummy] >= 0

@@ -67,8 +67,8 @@ def test_padded_batches_give_the_tokens_of_plain_ones(tmp_path: Path, monkeypatc
     write_kv = reference.write_kv
 
     def write_to_kept_slots(kv: torch.Tensor, cache: torch.Tensor, meta: AttnMeta) -> None:
-        kept = meta.memo.setdefault("slots", meta.slots.clone())
-        write_kv(kv, cache, replace(meta, slots=kept))
+        kept = meta.memo.setdefault("slot_mapping", meta.slot_mapping.clone())
+        write_kv(kv, cache, replace(meta, slot_mapping=kept))
 
     monkeypatch.setattr(reference, "write_kv", write_to_kept_slots)
     sizes: list[tuple[int, int]] = []

@@ -51,8 +51,8 @@ class Step:
 def on_its_device(step: Step, backend: ModuleType) -> Step:
     """A copy where the backend runs, its plans not yet made."""
     device = DEVICE if backend is triton else "cpu"
-    table, slots = step.meta.block_table.to(device), step.meta.slots.to(device)
-    meta = replace(step.meta, block_table=table, slots=slots, memo={})
+    table, slot_mapping = step.meta.block_table.to(device), step.meta.slot_mapping.to(device)
+    meta = replace(step.meta, block_table=table, slot_mapping=slot_mapping, memo={})
     return Step(step.q.to(device), step.kv.to(device), step.cache.to(device, copy=True), meta)
 
 
@@ -73,7 +73,7 @@ def make_step(
     for context in contexts:
         shared = table[context.first_seq, context.first_block : context.last_block].clone()
         table[context.first_seq : context.last_seq, context.first_block : context.last_block] = shared
-    slots = [
+    slot_mapping = [
         int(table[row, position // block_size]) * block_size + position % block_size
         for row, (new, length) in enumerate(zip(query_lens, kv_lens, strict=True))
         for position in range(length - new, length)
@@ -83,7 +83,7 @@ def make_step(
         torch.randn(num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM, generator=generator),
         torch.randn(num_tokens, 2, NUM_KV_HEADS, HEAD_DIM, generator=generator),
         torch.randn(num_blocks + 1, 2, NUM_KV_HEADS, block_size, HEAD_DIM, generator=generator),
-        AttnMeta(query_lens, kv_lens, table, torch.tensor(slots), block_size, list(contexts)),
+        AttnMeta(query_lens, kv_lens, table, torch.tensor(slot_mapping), block_size, list(contexts)),
     )
     reference.write_kv(step.kv, step.cache, step.meta)
     return step
@@ -170,8 +170,8 @@ def test_writes_the_slots_and_nothing_else(backend: ModuleType) -> None:
     cache = torch.zeros_like(step.cache)
     backend.write_kv(step.kv, cache, step.meta)
     flat = cache.permute(0, 3, 1, 2, 4).flatten(0, 1)  # a copy, by slot
-    torch.testing.assert_close(flat[step.meta.slots], step.kv)
-    flat[step.meta.slots] = 0
+    torch.testing.assert_close(flat[step.meta.slot_mapping], step.kv)
+    flat[step.meta.slot_mapping] = 0
     assert not bool(flat.any())
 
 

@@ -59,7 +59,7 @@ class Paged:
         self.cache = self.cache.to(cache_dtype or seqs[0].kv.dtype)
 
     def meta(self, parts: list[tuple[int, int, int]]) -> AttnMeta:
-        slots = [
+        slot_mapping = [
             int(self.table[row, position // self.block_size]) * self.block_size + position % self.block_size
             for row, start, stop in parts
             for position in range(start, stop)
@@ -68,7 +68,7 @@ class Paged:
             query_lens=[stop - start for _, start, stop in parts],
             kv_lens=[stop for _, _, stop in parts],
             block_table=self.table[[row for row, _, _ in parts]],
-            slots=torch.tensor(slots),
+            slot_mapping=torch.tensor(slot_mapping),
             block_size=self.block_size,
         )
 
@@ -211,7 +211,7 @@ def test_numbers_that_are_not_finite_are_stored_as_zero() -> None:
     paged = Paged([seq])
     meta = paged.meta([(0, 0, 6)])
     fixed.write_kv(seq.kv, paged.cache, meta)
-    stored = paged.cache.permute(0, 3, 1, 2, 4).flatten(0, 1)[meta.slots]
+    stored = paged.cache.permute(0, 3, 1, 2, 4).flatten(0, 1)[meta.slot_mapping]
     assert torch.equal(stored, torch.nan_to_num(seq.kv, posinf=0.0))
 
 

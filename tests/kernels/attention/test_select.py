@@ -164,14 +164,14 @@ def test_flash_asks_for_what_the_reference_computes(window: int | None, on_devic
     rows = torch.tensor([4, 0, 2])
     cache = torch.randn(31, 2, 2, size, 16, generator=generator).to(torch.bfloat16)
     q = torch.randn(sum(query_lens), 6, 16, generator=generator).to(torch.bfloat16)
-    slots = torch.zeros(len(q), dtype=torch.int64)
-    plain = AttnMeta(query_lens, kv_lens, table[rows], slots, size)
+    slot_mapping = torch.zeros(len(q), dtype=torch.int64)
+    plain = AttnMeta(query_lens, kv_lens, table[rows], slot_mapping, size)
     meta = plain
     if on_device:
         lens = DeviceLens(
             torch.tensor([0, 1, 7, 8], dtype=torch.int32), torch.tensor(kv_lens, dtype=torch.int32), rows.int()
         )
-        meta = AttnMeta(query_lens, [1, 1, 1], table.int(), slots, size, device_lens=lens)
+        meta = AttnMeta(query_lens, [1, 1, 1], table.int(), slot_mapping, size, device_lens=lens)
     actual = flash.paged_attention(q, None, cache, meta, scale=0.25, window=window)
     expected = reference.paged_attention(q, None, cache, plain, scale=0.25, window=window)
     torch.testing.assert_close(actual, expected)

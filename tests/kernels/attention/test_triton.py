@@ -78,12 +78,12 @@ class Case:
         self.query_lens = self.query_lens + [1] * self.num_padding
         self.kv_lens = self.kv_lens + [1] * self.num_padding
         table = torch.cat((table, torch.full((self.num_padding, width), null)))
-        slots = [
+        slot_mapping = [
             int(table[row, position // size]) * size + position % size
             for row, (new, length) in enumerate(zip(self.query_lens, self.kv_lens, strict=True))
             for position in range(length - new, length)
         ]
-        num_tokens = len(slots)
+        num_tokens = len(slot_mapping)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator).to(self.dtype)
@@ -94,7 +94,9 @@ class Case:
         self.sinks = torch.linspace(-1, 2, self.num_kv_heads * self.group).to(self.dtype) if self.with_sinks else None
         self.scale = self.head_dim**-0.5
         # For the reference: one row per sequence, all on the host.
-        self.meta = AttnMeta(self.query_lens, self.kv_lens, table, torch.tensor(slots), size, list(self.contexts))
+        self.meta = AttnMeta(
+            self.query_lens, self.kv_lens, table, torch.tensor(slot_mapping), size, list(self.contexts)
+        )
 
     def expected(self) -> Tensor:
         """In float32, from the numbers that the cache holds once the step's keys and values are stored."""
@@ -115,7 +117,7 @@ class Case:
     def device_meta(self) -> AttnMeta:
         meta = replace(self.meta, memo={}, deterministic=self.deterministic)
         if not self.on_device:
-            return replace(meta, block_table=meta.block_table.to(DEVICE), slots=meta.slots.to(DEVICE))
+            return replace(meta, block_table=meta.block_table.to(DEVICE), slot_mapping=meta.slot_mapping.to(DEVICE))
         # The table of all slots, of which the step takes some, in another order.
         num_seqs = len(meta.query_lens)
         rows = torch.randperm(num_seqs + 3, generator=torch.Generator().manual_seed(self.seed))[:num_seqs]
@@ -126,7 +128,7 @@ class Case:
         return replace(
             meta,
             block_table=table.to(DEVICE),
-            slots=meta.slots.to(DEVICE),
+            slot_mapping=meta.slot_mapping.to(DEVICE),
             device_lens=lens,
             kv_lens=[1] * num_seqs,
         )
@@ -382,8 +384,10 @@ def test_writes_numbers_that_the_cache_can_hold(dtype: torch.dtype, check_close:
     if dtype == FP8:
         expected = expected.clamp(-448, 448)
     flat = cache.float().cpu().permute(0, 3, 1, 2, 4).flatten(0, 1)  # by slot
-    check_close(f"write_kv, {str(dtype).removeprefix('torch.')} cache", flat[case.meta.slots], expected.to(dtype), 0.0)
-    flat[case.meta.slots] = 0
+    check_close(
+        f"write_kv, {str(dtype).removeprefix('torch.')} cache", flat[case.meta.slot_mapping], expected.to(dtype), 0.0
+    )
+    flat[case.meta.slot_mapping] = 0
     assert not bool(flat.any())
 
 
@@ -445,7 +449,11 @@ def test_a_scale_that_is_not_positive_is_refused() -> None:
 def test_a_step_without_tokens_is_no_error() -> None:
     case = Case([1], [1])
     meta = replace(
-        case.meta, query_lens=[], kv_lens=[], slots=case.meta.slots[:0], block_table=case.meta.block_table[:0]
+        case.meta,
+        query_lens=[],
+        kv_lens=[],
+        slot_mapping=case.meta.slot_mapping[:0],
+        block_table=case.meta.block_table[:0],
     )
     backend.write_kv(case.kv[:0], case.cache, meta)
     assert backend.paged_attention(case.q[:0], None, case.cache, meta, scale=1.0).shape == (0, 4, 16)

@@ -136,12 +136,12 @@ def layer(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
 
 
 def meta(num_tokens: int, *, num_padding: int = 0) -> AttnMeta:
-    """One-token rows over random slots; the last `num_padding` all write to the null block."""
-    slots = torch.randperm(NUM_BLOCKS * BLOCK_SIZE)[:num_tokens]
-    slots[num_tokens - num_padding :] = NUM_BLOCKS * BLOCK_SIZE
+    """One-token rows over random places; the last `num_padding` all write to the null block."""
+    slot_mapping = torch.randperm(NUM_BLOCKS * BLOCK_SIZE)[:num_tokens]
+    slot_mapping[num_tokens - num_padding :] = NUM_BLOCKS * BLOCK_SIZE
     table = torch.zeros(num_tokens, 1, dtype=torch.int32)
     lens = [1] * num_tokens
-    return AttnMeta(lens, lens, table.to(DEVICE), slots.to(DEVICE), BLOCK_SIZE)
+    return AttnMeta(lens, lens, table.to(DEVICE), slot_mapping.to(DEVICE), BLOCK_SIZE)
 
 
 def rotations(num_tokens: int, rotary_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -217,7 +217,7 @@ def test_what_is_not_finite_is_stored_as_zero_and_fp8_is_clamped(ops: Any, kv_dt
         qkv[0, head, dim] = number
         cache, where = layer(2, 16, kv_dtype), meta(2)
         ops.rotary_write(qkv, *rotations(2, 16, dtype), cache, where, num_heads=2)
-        flat = cache.float().permute(0, 3, 1, 2, 4).flatten(0, 1)[where.slots]  # [n, 2, kv_heads, head_dim]
+        flat = cache.float().permute(0, 3, 1, 2, 4).flatten(0, 1)[where.slot_mapping]  # [n, 2, kv_heads, head_dim]
         assert bool(flat.isfinite().all())
         if head == 2:
             assert float(flat[0, 0, 0, dim]) == float(flat[0, 0, 0, dim + 8]) == 0.0, "both of the rotated pair"
@@ -239,7 +239,7 @@ def test_padding_rows_write_to_the_null_block_only(ops: Any) -> None:
     cache = layer(2, 16, torch.float32)
     ops.rotary_write(qkv, *rotations(6, 16, torch.float32), cache, where, num_heads=2)
     written = (cache != 1).any(dim=4).all(dim=2).all(dim=1).flatten().nonzero().flatten()
-    assert written.tolist() == sorted({*where.slots.tolist()})
-    assert int(where.slots.max()) == NUM_BLOCKS * BLOCK_SIZE
+    assert written.tolist() == sorted({*where.slot_mapping.tolist()})
+    assert int(where.slot_mapping.max()) == NUM_BLOCKS * BLOCK_SIZE
     assert bool((cache[-1, :, :, 1:] == 1).all())
     assert bool(cache.isfinite().all())
