@@ -88,6 +88,10 @@ class Completion:
     finish_reason: str | None  # "stop" (end token, stop string or stop token) or "length"; None with an error
     error: RowError | None = None
 
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids)
+
     @classmethod
     def failed(cls, request: Request, error: RowError, *, token_ids: list[int] | None = None) -> Completion:
         """The result of a sample that failed, with the output tokens that it had."""

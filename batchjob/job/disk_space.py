@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchjob.errors import StorageError
+from batchjob.store.columns import OutputColumns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from batchjob.store.manifest import Manifest
 
 _ROW_BYTES = 60  # of the columns that every output row has, compressed
-_TOKEN_BYTES = 2.0  # of output text, compressed
 _USUAL_TOKENS = 200  # of an output whose length nobody has limited to less
 _PACKED = 0.4  # size of carried columns in a part, of their size in a plain JSONL file
 _OPEN_ROWS_FACTOR = 4  # a row in a log takes more than in a part; logs hold open chunks only
@@ -30,7 +30,7 @@ def expected_bytes(spec: JobSpec, settings: Settings, plan: JobPlan, todo: Seque
     if not num_rows:
         return 0
     tokens = min(settings.sampling.max_tokens or _USUAL_TOKENS, _USUAL_TOKENS)
-    per_output = _ROW_BYTES + tokens * _TOKEN_BYTES * (2 if spec.output_token_ids else 1)
+    per_output = _ROW_BYTES + tokens * sum(column.bytes_per_token for column in OutputColumns.asked(spec).columns)
     generated = num_rows * settings.sampling.n * per_output
     in_logs = max(chunk.num_rows for chunk in todo) * settings.sampling.n * per_output * _OPEN_ROWS_FACTOR
     carried = 0.0

@@ -41,6 +41,7 @@ from batchjob.report.redact import redact_values
 from batchjob.report.result import RunResult
 from batchjob.slurm import SlurmTask
 from batchjob.spec import JobSpec
+from batchjob.store.columns import OutputColumns
 from batchjob.store.lease import Lease, NoLease
 from batchjob.store.manifest import Manifest
 from batchjob.store.store import Store
@@ -182,7 +183,7 @@ def _create(spec: JobSpec, output: Path, echo: Echo, asked: JobSpec, check: Call
         resolved={**settings.to_json(), "columns": list(planned.columns), "chunk_rows": chunk_rows, "clock": clock},
         fingerprint=_fingerprint(spec, settings, source, spec.chunk_rows or chunk_rows),
         num_samples=settings.sampling.n,
-        output_token_ids=spec.output_token_ids,
+        columns=OutputColumns.asked(spec),
     )
     store = Store.create(output, manifest, plan)
     _refuse_difference(store.manifest, manifest, output)
@@ -201,7 +202,6 @@ def _resume(spec: JobSpec, output: Path, echo: Echo) -> Job:
         manifest,
         fingerprint=_fingerprint(spec, settings, source, chunk_rows),
         num_samples=settings.sampling.n,
-        output_token_ids=spec.output_token_ids,
     )
     _refuse_difference(manifest, asked, output)
     if new:

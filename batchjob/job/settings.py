@@ -21,6 +21,7 @@ from batchjob.job.devices import only_device
 from batchjob.prompts.source import PromptSource, resolve_prompt
 from batchjob.sampling import SamplingParams
 from batchjob.spec import JobSpec
+from batchjob.store.columns import OutputColumns
 
 if TYPE_CHECKING:
     from batchjob.models import ModelInfo
@@ -158,7 +159,7 @@ def fingerprint(spec: JobSpec, settings: Settings, *, prompt: Mapping[str, Any],
         "prompt": dict(prompt),
         "length_policy": spec.length_policy,
         "keep_columns": spec.keep_columns,
-        "output_token_ids": spec.output_token_ids,
+        **OutputColumns.asked(spec).fingerprint(),
         "limit": spec.limit,
         "max_row_bytes": spec.max_row_bytes,
         "chunk_rows": chunk_rows,

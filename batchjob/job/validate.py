@@ -27,6 +27,7 @@ from batchjob.prompts.tokenizer import Tokenizer, load_tokenizer
 from batchjob.records import Prompt, Record
 from batchjob.report.progress import printable
 from batchjob.spec import JobSpec
+from batchjob.store.columns import OutputColumns
 from batchjob.store.schema import output_schema
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class Report:
 def validate_job(spec: JobSpec, settings: Settings) -> Report:
     """Plans the job's input and checks every row of it. Raises what a run would raise before its first row."""
     result = make_plan(spec, num_workers_hint=spec.num_shards)
-    output_schema(result.plan, output_token_ids=spec.output_token_ids)  # refuses names and types
+    output_schema(result.plan, OutputColumns.asked(spec))  # refuses names and types
     parse_memory(spec.kv_cache_memory)
     time_limit(spec, None, lambda line: None)
     if not result.plan.num_rows:

@@ -63,14 +63,5 @@ def _segment_rows(segment: Segment, files: tuple[InputFile, ...]) -> int:
     return segment.num_rows
 
 
-def is_storable(text: str | None) -> bool:
-    """Whether UTF-8 holds the text: JSON may spell half of a surrogate pair, which a part cannot keep."""
-    try:
-        (text or "").encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < _INT64

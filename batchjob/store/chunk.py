@@ -15,7 +15,6 @@ import pyarrow as pa
 from batchjob.errors import InputMissingError
 from batchjob.plan import Chunk
 from batchjob.records import Completion
-from batchjob.store.checks import is_storable
 from batchjob.store.commit import Committed, commit_chunk, settle, winner_of
 from batchjob.store.context import StoreContext
 from batchjob.store.counts import Counts
@@ -26,7 +25,6 @@ from batchjob.store.wal import (
     ChunkLog,
     LogScan,
     encode_partial,
-    encode_record,
     frame,
     is_foreign,
     log_name,
@@ -34,7 +32,6 @@ from batchjob.store.wal import (
 )
 
 _PARSE_ROWS = 2_000
-_MAX_INT32 = (1 << 31) - 1
 
 
 class OpenChunk:
@@ -58,7 +55,7 @@ class OpenChunk:
         self._context = context
         self._fs = context.fs
         self._on_commit = on_commit
-        self._with_token_ids = context.manifest.output_token_ids
+        self._columns = context.columns
         self._wal = context.layout.chunk_wal(chunk.index)
         name = log_name(context.attempt, context.manifest.job_id)
         self._log = ChunkLog(self._fs, self._wal, name, before_open=context.check_place)
@@ -98,11 +95,11 @@ class OpenChunk:
             raise ValueError(f"sample {sample_index} of row {row_index} is not one of chunk {self.chunk.index}")
         if (row_index, sample_index) in self.finished:
             return False
-        payload = encode_record(completion, num_samples, with_token_ids=self._with_token_ids)
+        payload = self._columns.encode(completion, num_samples)
         offset = self._append(frame(payload))
         self.finished.put(row_index, sample_index, payload, self._log_number, offset)
         self.counts.add_row(
-            None if error is None else error.type, completion.num_prompt_tokens, len(completion.token_ids)
+            None if error is None else error.type, completion.num_prompt_tokens, completion.num_output_tokens
         )
         return True
 
@@ -233,30 +230,11 @@ class OpenChunk:
         return True
 
     def _is_valid(self, record: dict[str, Any]) -> bool:
-        """Whether a record is one of this chunk, with everything that a part needs."""
-        try:
-            row, sample, n = numbers = record["row"], record["sample"], record["of"]
-            counts = record["prompt_tokens"], record["output_tokens"]
-            texts: tuple[Any, ...] = (record["text"], record["finish"])
-        except KeyError:
+        """A record of this chunk, with everything that a part needs."""
+        n = record.get("of")
+        if type(n) is not int or not self._columns.is_valid(record):
             return False
-        if any(type(number) is not int for number in (*numbers, *counts)):
-            return False
-        if not all(0 <= count <= _MAX_INT32 for count in counts):
-            return False
-        if any(not (text is None or isinstance(text, str)) for text in texts):
-            return False
-        error = record.get("error")
-        if error is not None:
-            if not (isinstance(error, list) and len(error) == 2 and all(isinstance(text, str) for text in error)):
-                return False
-            texts = (*texts, *error)
-        if not all(map(is_storable, texts)):
-            return False
-        if self._with_token_ids:
-            token_ids = record.get("token_ids")
-            if not isinstance(token_ids, list) or not all(type(t) is int and 0 <= t <= _MAX_INT32 for t in token_ids):
-                return False
+        row, sample = record["row"], record["sample"]
         in_chunk = self.finished.num_samples(row) > 0 and 0 <= sample < n < MAX_SAMPLES
         return in_chunk and self.finished.bound_to(row) in (None, n)
 

@@ -7,19 +7,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
 from batchjob import __version__
 from batchjob.errors import StorageError
 from batchjob.plan import Chunk
+from batchjob.store.columns import OutputColumns
 from batchjob.store.context import StoreContext
 from batchjob.store.counts import Counts
 from batchjob.store.fsops import storage_error, storage_errors
 from batchjob.store.parts import BadPartError, ContentHash, PartInfo, count_rows, write_part
 from batchjob.store.rows import Records
-from batchjob.store.schema import OWN_COLUMNS, TOKEN_IDS
+from batchjob.store.schema import carried_names
 
 _MAX_TAKE_BYTES = 1 << 30  # of carried columns; an Arrow array of text holds 2 GiB
 
@@ -46,7 +46,7 @@ def commit_chunk(
     FileNotFoundError if a log that `batches` reads or the temporary file has gone.
     """
     target = context.layout.part(chunk.index)
-    tables = PartTables(context.schema, chunk, carried, with_token_ids=context.manifest.output_token_ids)
+    tables = PartTables(context.schema, context.columns, chunk, carried)
     tmp, info = _write_checked(context, chunk, tables, batches)
     try:
         won = context.publish(tmp, target)
@@ -92,7 +92,7 @@ def _write_checked(
     once, unless the disk is full."""
     for trial in range(2):
         tmp = context.layout.part_tmp(chunk.index, context.attempt, trial=trial)
-        totals = _Totals()
+        totals = _Totals(context.columns)
 
         def info(totals: _Totals = totals) -> PartInfo:
             return PartInfo(
@@ -134,9 +134,9 @@ def _drop(context: StoreContext, path: Path) -> None:
 class _Totals:
     """What the footer says about the rows, gathered while they are written."""
 
-    def __init__(self) -> None:
+    def __init__(self, columns: OutputColumns) -> None:
         self.counts = Counts()
-        self.hash = ContentHash()
+        self.hash = ContentHash(columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +144,12 @@ class PartTables:
     """Makes the tables of a part from log records and the carried columns."""
 
     schema: pa.Schema
+    columns: OutputColumns
     chunk: Chunk
     carried: pa.Table | None
-    with_token_ids: bool
 
     def __post_init__(self) -> None:
-        names = [name for name in self.schema.names if name not in OWN_COLUMNS]
+        names = carried_names(self.schema)
         if not names or not self.chunk.num_rows:
             return
         if self.carried is None or self.carried.num_rows != self.chunk.num_rows:
@@ -162,12 +162,12 @@ class PartTables:
 
     def make(self, batches: Iterable[Records], totals: _Totals) -> Iterator[pa.Table]:
         for records in batches:
-            columns = _columns(records, self.with_token_ids)
-            count_rows(totals.counts, columns)
-            totals.hash.update(columns)
-            carried = self._carried_of(columns["row_index"])
+            values = self.columns.values(records)
+            count_rows(totals.counts, values)
+            totals.hash.update(values)
+            carried = self._carried_of(values["row_index"])
             arrays = [
-                pa.array(columns[field.name], field.type) if field.name in columns else carried[field.name]
+                pa.array(values[field.name], field.type) if field.name in values else carried[field.name]
                 for field in self.schema
             ]
             yield pa.Table.from_arrays(arrays, schema=self.schema)
@@ -192,22 +192,3 @@ def _take(table: pa.Table, rows: list[int]) -> pa.Table:
     if span.nbytes * times < _MAX_TAKE_BYTES:
         return span.take(pa.array([row - rows[0] for row in rows], pa.int64()))
     return pa.concat_tables([table.slice(row, 1) for row in rows])
-
-
-def _columns(records: Records, with_token_ids: bool) -> dict[str, list[Any]]:
-    """The columns of ours, by name."""
-    errors = [record.get("error") or (None, None) for record in records]
-    columns = {
-        "row_index": [record["row"] for record in records],
-        "sample_index": [record["sample"] for record in records],
-        "status": ["ok" if kind is None else "error" for kind, _ in errors],
-        "output": [record["text"] for record in records],
-        "finish_reason": [record["finish"] for record in records],
-        "num_prompt_tokens": [record["prompt_tokens"] for record in records],
-        "num_output_tokens": [record["output_tokens"] for record in records],
-        "error_type": [kind for kind, _ in errors],
-        "error_message": [message for _, message in errors],
-    }
-    if with_token_ids:
-        columns[TOKEN_IDS.name] = [record["token_ids"] for record in records]
-    return columns

@@ -11,6 +11,7 @@ import pyarrow as pa
 from batchjob.errors import StorageError
 from batchjob.plan import Chunk
 from batchjob.store.attempts import is_alive, read_attempt
+from batchjob.store.columns import OutputColumns
 from batchjob.store.fsops import FsOps, storage_errors
 from batchjob.store.manifest import Manifest
 from batchjob.store.parts import PartInfo, check_expected, read_info
@@ -51,9 +52,11 @@ class StoreContext:
     memory: MemoryBudget = field(default_factory=MemoryBudget)
     patience: float = 60.0  # seconds
     schema: pa.Schema = field(init=False)  # of every part
+    columns: OutputColumns = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schema", self.manifest.arrow_schema)
+        object.__setattr__(self, "columns", self.manifest.output_columns)
 
     def check_place(self) -> None:
         """Raises StorageError unless the path still leads to the job that was opened, by the id in its manifest.

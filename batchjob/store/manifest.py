@@ -16,6 +16,7 @@ from batchjob import __version__
 from batchjob.errors import ConfigMismatchError, StorageError
 from batchjob.plan import JobPlan
 from batchjob.store.checks import MAX_STATE_BYTES
+from batchjob.store.columns import OutputColumns
 from batchjob.store.schema import output_schema
 
 FORMAT_VERSION = 1
@@ -37,7 +38,7 @@ class Manifest:
     fingerprint: Mapping[str, Any]
     schema: bytes  # of the parts, as a serialized Arrow schema
     num_samples: int  # output rows per input row, where the row's own params do not say otherwise
-    output_token_ids: bool
+    output_token_ids: bool  # also by the schema, which alone says it for later columns
     writer: str  # version of batchjob that created the job
     link_method: str = ""
     plan_digest: str = ""
@@ -52,23 +53,28 @@ class Manifest:
         resolved: Mapping[str, Any],
         fingerprint: Mapping[str, Any],
         num_samples: int = 1,
-        output_token_ids: bool = False,
+        columns: OutputColumns | None = None,
     ) -> Manifest:
         """The manifest of a new job. Raises UsageError if a carried column has the name of one of ours."""
+        columns = columns or OutputColumns()
         return cls(
             job_id=uuid.uuid4().hex,
             spec=_plain(spec),
             resolved=_plain(resolved),
             fingerprint=_plain(fingerprint),
-            schema=output_schema(plan, output_token_ids=output_token_ids).serialize().to_pybytes(),
+            schema=output_schema(plan, columns).serialize().to_pybytes(),
             num_samples=num_samples,
-            output_token_ids=output_token_ids,
+            output_token_ids="output_token_ids" in columns.flags,
             writer=__version__,
         )
 
     @property
     def arrow_schema(self) -> pa.Schema:
         return pa.ipc.read_schema(pa.BufferReader(self.schema))
+
+    @property
+    def output_columns(self) -> OutputColumns:
+        return OutputColumns.of_schema(self.arrow_schema)
 
     @property
     def fingerprint_digest(self) -> str:
@@ -86,12 +92,8 @@ class Manifest:
             for name in sorted(old.keys() | new.keys())
             if _canonical(old.get(name, _ABSENT)) != _canonical(new.get(name, _ABSENT))
         ]
-        for name, mine, theirs in (
-            ("num_samples", self.num_samples, other.num_samples),
-            ("output_token_ids", self.output_token_ids, other.output_token_ids),
-        ):
-            if mine != theirs and name not in old:
-                lines.append(f"{name}: {mine} → {theirs}")
+        if self.num_samples != other.num_samples and "num_samples" not in old:
+            lines.append(f"num_samples: {self.num_samples} → {other.num_samples}")
         return lines
 
     def with_setup(self, *, link_method: str, plan_digest: str) -> Manifest:
@@ -139,8 +141,8 @@ class Manifest:
                 raise ValueError(f"{field.name} is no {kind.__name__}")
         if self.num_samples < 1 or self.link_method not in LINK_METHODS:
             raise ValueError("num_samples or link_method is none that batchjob writes")
-        if self.arrow_schema.names[:1] != ["row_index"]:
-            raise ValueError("its schema is not that of a part")
+        if self.output_token_ids != ("output_token_ids" in self.output_columns.flags):
+            raise ValueError("output_token_ids is not what its schema says")
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

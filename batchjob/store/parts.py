@@ -15,11 +15,9 @@ import pyarrow.parquet as pq
 
 from batchjob.errors import ConfigMismatchError
 from batchjob.plan import Chunk
-from batchjob.records import Completion, RowError
+from batchjob.store.columns import OutputColumns
 from batchjob.store.counts import Counts
 from batchjob.store.fsops import FsOps, Sink
-from batchjob.store.schema import OWN_COLUMNS
-from batchjob.store.wal import encode_record
 
 PART_VERSION = 1
 _PREFIX = "batchjob."
@@ -103,31 +101,13 @@ class ContentHash:
     It does not depend on how a Parquet writer lays out a file, so it can be checked against any copy of the rows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, columns: OutputColumns) -> None:
+        self._columns = columns
         self._hash = hashlib.blake2b(digest_size=16)
 
-    def update(self, columns: Mapping[str, list[Any]]) -> None:
-        """Adds rows, given as lists of column values. How many samples a row has is no part of it."""
-        token_ids = columns.get("output_token_ids")
-        lines = []
-        for i, (row, sample) in enumerate(zip(columns["row_index"], columns["sample_index"], strict=True)):
-            kind = columns["error_type"][i]
-            line = encode_record(
-                Completion(
-                    row_index=row,
-                    sample_index=sample,
-                    num_prompt_tokens=columns["num_prompt_tokens"][i],
-                    token_ids=token_ids[i] if token_ids else [],
-                    text=columns["output"][i],
-                    finish_reason=columns["finish_reason"][i],
-                    error=None if kind is None else RowError(kind, columns["error_message"][i]),
-                ),
-                0,
-                with_token_ids=token_ids is not None,
-                num_output_tokens=columns["num_output_tokens"][i],
-            )
-            lines.append(line + b"\n")
-        self._hash.update(b"".join(lines))
+    def update(self, values: Mapping[str, list[Any]]) -> None:
+        """Adds rows, given as lists of column values."""
+        self._hash.update(self._columns.encode_rows(values))
 
     def hexdigest(self) -> str:
         return self._hash.hexdigest()
@@ -213,18 +193,20 @@ def read_tables(fs: FsOps, path: Path, info: PartInfo) -> Iterator[pa.Table]:
     """The rows of a part, a row group at a time, with page checksums checked. Raises BadPartError at the end unless
     they were those that the footer promises: every row once, in order, with the hash of its generated columns.
     """
-    content, counts = ContentHash(), Counts()
+    counts = Counts()
     last = (info.row_index - 1, -1)
     with fs.open_read(path) as file:
         with _damage_is_bad_part():
             part = pq.ParquetFile(file, page_checksum_verification=True)
+            columns = OutputColumns.of_schema(part.schema_arrow)
+            content = ContentHash(columns)
         for group in range(part.num_row_groups):
             with _damage_is_bad_part():
                 table = part.read_row_group(group)
-                columns = {name: table.column(name).to_pylist() for name in OWN_COLUMNS if name in table.column_names}
-                last = _follow(last, columns["row_index"], columns["sample_index"])
-                count_rows(counts, columns)
-                content.update(columns)
+                values = {column.name: table.column(column.name).to_pylist() for column in columns.columns}
+                last = _follow(last, values["row_index"], values["sample_index"])
+                count_rows(counts, values)
+                content.update(values)
             yield table
     if last[0] != info.row_index + info.num_rows - 1 or counts != info.counts:
         raise BadPartError(f"it holds other rows than its footer counts: {counts.num_rows} of {info.counts.num_rows}")

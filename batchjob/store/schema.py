@@ -1,4 +1,4 @@
-"""The columns of the output: the row's place, what is carried from the input, what was generated."""
+"""The schema of the output: the row's place, the carried columns of the input, the generated columns."""
 
 from __future__ import annotations
 
@@ -9,31 +9,12 @@ import pyarrow.parquet as pq
 
 from batchjob.errors import InputDataError, UsageError
 from batchjob.plan import JobPlan
-
-PLACE = pa.schema(
-    [
-        pa.field("row_index", pa.int64(), nullable=False),  # ordinal over all input files
-        pa.field("sample_index", pa.int32(), nullable=False),
-    ]
-)
-GENERATED = pa.schema(
-    [
-        pa.field("status", pa.string(), nullable=False),  # "ok" or "error"
-        pa.field("output", pa.string()),
-        pa.field("finish_reason", pa.string()),
-        pa.field("num_prompt_tokens", pa.int32(), nullable=False),
-        pa.field("num_output_tokens", pa.int32(), nullable=False),
-        pa.field("error_type", pa.string()),
-        pa.field("error_message", pa.string()),
-    ]
-)
-TOKEN_IDS = pa.field("output_token_ids", pa.list_(pa.int32()))
-OWN_COLUMNS = (*PLACE.names, *GENERATED.names, TOKEN_IDS.name)
+from batchjob.store.columns import FIRST_GENERATED, NUM_PLACE_COLUMNS, OWN_COLUMNS, OutputColumns
 
 # Marks a carried column that holds the JSON text of each value.
 JSON_MARK = {b"batchjob.json": b"true"}
 # File metadata of the input that would be wrong for the output: pandas' describes the columns and index of another
-# table, and ARROW:schema is made anew by the writer.
+# table, and ARROW:schema is written again by the writer.
 _DROPPED_METADATA = (b"pandas", b"ARROW:schema")
 
 
@@ -53,17 +34,14 @@ def check_column_names(names: Iterable[str]) -> None:
         raise UsageError(f"the input has several columns named {', '.join(map(repr, doubles))}; rename them")
 
 
-def output_schema(plan: JobPlan, *, output_token_ids: bool) -> pa.Schema:
+def output_schema(plan: JobPlan, columns: OutputColumns) -> pa.Schema:
     """The schema of every part of a job. Raises UsageError on a clash of names."""
     carried = carried_schema(plan)
     check_column_names(carried.names)
     for field in carried:
         _check_storable(field)
-    fields = [*PLACE, *carried, *GENERATED]
-    if output_token_ids:
-        fields.append(TOKEN_IDS)
     kept = {key: value for key, value in (carried.metadata or {}).items() if key not in _DROPPED_METADATA}
-    return pa.schema(fields, metadata=kept or None)
+    return pa.schema(columns.schema(carried), metadata=kept or None)
 
 
 def carried_schema(plan: JobPlan) -> pa.Schema:
@@ -78,6 +56,11 @@ def carried_schema(plan: JobPlan) -> pa.Schema:
         for field in schema
     ]
     return pa.schema(fields, metadata=schema.metadata)
+
+
+def carried_names(schema: pa.Schema) -> list[str]:
+    """The names of the carried columns in the schema of a part."""
+    return list(schema.names[NUM_PLACE_COLUMNS : schema.names.index(FIRST_GENERATED)])
 
 
 def _check_storable(field: pa.Field) -> None:

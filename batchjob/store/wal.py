@@ -1,7 +1,8 @@
 """The log of finished rows of one chunk: one file per attempt, appended to, never repaired.
 
 A record is the CRC32 of its payload in eight hex digits, a space, the payload (one JSON object), a newline. It holds
-what was generated, never what the input already has. A reader that meets a bad record goes on at the next newline.
+what was generated (see `columns`), never what the input already has. A reader that meets a bad record continues at the
+next newline.
 """
 
 from __future__ import annotations
@@ -10,42 +11,14 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from json.encoder import encode_basestring
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from batchjob.records import Completion
 from batchjob.store.fsops import FsOps
 
 HEADER_LEN = 9  # checksum and space
 _BLOCK_BYTES = 1 << 20
 _LOG_JOB = re.compile(r"\.job-([0-9a-f]+)\.")
-
-
-def encode_record(
-    completion: Completion, num_samples: int, *, with_token_ids: bool, num_output_tokens: int | None = None
-) -> bytes:
-    """The payload of a finished sample. `num_samples` is how many the row has in all.
-
-    `num_output_tokens` is given where the token ids themselves are no longer there.
-    """
-    c = completion
-    num_tokens = len(c.token_ids) if num_output_tokens is None else num_output_tokens
-    text = "null" if c.text is None else encode_basestring(c.text)
-    reason = "null" if c.finish_reason is None else encode_basestring(c.finish_reason)
-    end = ""
-    if with_token_ids:
-        end = f',"token_ids":[{",".join(map(str, c.token_ids))}]'
-    if c.error is not None:
-        end += f',"error":[{encode_basestring(c.error.type)},{encode_basestring(c.error.message)}]'
-    line = (
-        f'{{"row":{c.row_index},"sample":{c.sample_index},"of":{num_samples},"prompt_tokens":{c.num_prompt_tokens},'
-        f'"output_tokens":{num_tokens},"finish":{reason},"text":{text}{end}}}'
-    )
-    try:
-        return line.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which UTF-8 cannot hold
-        return line.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").encode()
 
 
 def encode_partial(row_index: int, sample_index: int, num_prompt_tokens: int, token_ids: Sequence[int]) -> bytes:

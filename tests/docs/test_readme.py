@@ -84,14 +84,14 @@ def test_the_exit_codes_are_those_of_the_errors() -> None:
 
 
 def test_the_output_columns_are_those_of_the_schema() -> None:
-    from batchjob.store.schema import GENERATED, PLACE, TOKEN_IDS
+    from batchjob.store.columns import COLUMNS, NUM_PLACE_COLUMNS
 
     documented = [(row[0].strip("`"), row[1]) for row in table("column")]
-    names = [name for name, _ in documented]
-    assert names == [*PLACE.names, "...", *GENERATED.names, TOKEN_IDS.name]
+    names = [column.name for column in COLUMNS]
+    assert [name for name, _ in documented] == [*names[:NUM_PLACE_COLUMNS], "...", *names[NUM_PLACE_COLUMNS:]]
     types = {"int64": "int64", "int32": "int32", "string": "string", "list of int32": "list<item: int32>"}
-    for field in [*PLACE, *GENERATED, TOKEN_IDS]:
-        assert types[dict(documented)[field.name]] == str(field.type).replace("element:", "item:"), field.name
+    for column in COLUMNS:
+        assert types[dict(documented)[column.name]] == str(column.kind.type).replace("element:", "item:"), column.name
 
 
 def test_every_sampling_setting_is_documented() -> None:

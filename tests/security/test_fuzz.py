@@ -22,6 +22,7 @@ from batchjob.inputs.streams import iter_lines
 from batchjob.records import ROW_ERROR_TYPES, Completion, RowError
 from batchjob.spec import JobSpec
 from batchjob.store import wal
+from batchjob.store.columns import OutputColumns
 
 json_values: Any = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -78,7 +79,7 @@ def test_lines_of_any_bytes(tmp_path: Path, data: bytes, compression: str, limit
 
 def log_of(number: int) -> bytes:
     return b"".join(
-        wal.frame(wal.encode_record(Completion(i, 0, 3, [i], f"text {i} é", "stop"), 1, with_token_ids=True))
+        wal.frame(OutputColumns(["output_token_ids"]).encode(Completion(i, 0, 3, [i], f"text {i} é", "stop"), 1))
         for i in range(number)
     )
 
@@ -115,7 +116,8 @@ READ_DAMAGED = """
 import os, random, resource, sys
 from pathlib import Path
 from batchjob.errors import BatchJobError
-from batchjob.inputs import footers, planner
+from batchjob.inputs import planner
+from batchjob.inputs.formats import parquet_footers as footers
 from batchjob.inputs.planner import make_plan
 from batchjob.inputs.reader import InputReader
 from batchjob.spec import JobSpec

@@ -12,8 +12,8 @@ import pytest
 from batchjob.errors import InputDataError, StorageError, UsageError
 from batchjob.plan import Chunk, InputFile, JobPlan, Segment
 from batchjob.store import Manifest, check_column_names
+from batchjob.store.columns import OWN_COLUMNS, OutputColumns
 from batchjob.store.plan_files import plan_from_bytes, plan_to_bytes
-from batchjob.store.schema import OWN_COLUMNS
 
 
 def test_a_manifest_comes_back_as_it_was(kit: Any) -> None:
@@ -22,7 +22,7 @@ def test_a_manifest_comes_back_as_it_was(kit: Any) -> None:
         spec={"stop": ("a", "b"), "prompt": "é\udcff"},
         resolved={"model": {"revision": "abc"}},
         num_samples=3,
-        output_token_ids=True,
+        columns=OutputColumns(["output_token_ids"]),
     ).with_setup(link_method="link", plan_digest="d")
     again = Manifest.from_bytes(manifest.to_bytes(), source="job.json")
     assert again == manifest
@@ -65,9 +65,11 @@ def test_differences_are_told_by_name(kit: Any, old: dict[str, Any], new: dict[s
 def test_long_values_are_shortened_and_the_shape_of_the_output_counts(kit: Any) -> None:
     plan = kit.make_plan(1, 1)
     first = kit.make_manifest(plan, fingerprint={"template": "x" * 1000})
-    second = kit.make_manifest(plan, fingerprint={"template": "y" * 1000}, num_samples=2, output_token_ids=True)
+    second = kit.make_manifest(
+        plan, fingerprint={"template": "y" * 1000}, num_samples=2, columns=OutputColumns(["output_token_ids"])
+    )
     lines = first.diff(second)
-    assert [line.split(":")[0] for line in lines] == ["template", "num_samples", "output_token_ids"]
+    assert [line.split(":")[0] for line in lines] == ["template", "num_samples"]
     assert len(lines[0]) < 500
 
 
@@ -120,7 +122,7 @@ def test_the_output_schema(kit: Any) -> None:
         metadata={"pandas": "{}", "other": "kept"},
     )
     made = kit.make_manifest(
-        kit.make_plan(1, 1, schema, {"a": "parquet", "j": "json"}), output_token_ids=True
+        kit.make_plan(1, 1, schema, {"a": "parquet", "j": "json"}), columns=OutputColumns(["output_token_ids"])
     ).arrow_schema
     assert made.names == [
         "row_index",

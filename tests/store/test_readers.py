@@ -12,6 +12,7 @@ import pyarrow.dataset
 import pytest
 
 from batchjob.store import Store
+from batchjob.store.columns import OutputColumns
 
 
 def with_pandas(data: Path) -> int:
@@ -81,7 +82,7 @@ def rows(chunk: Any) -> pa.Table:
 def test_a_reader_sees_the_committed_rows(kit: Any, output: Path, name: str, read: Callable[[Path], int]) -> None:
     pytest.importorskip(name)
     plan = kit.make_plan(17, 5, SCHEMA)
-    store = Store.create(output, kit.make_manifest(plan, output_token_ids=True), plan)
+    store = Store.create(output, kit.make_manifest(plan, columns=OutputColumns(["output_token_ids"])), plan)
     store.start_attempt({})
     # A part is being written, and logs grow, while it is read.
     open_chunk = store.open_chunk(3)

@@ -20,6 +20,7 @@ from batchjob.errors import ConfigMismatchError, InputMissingError, OutputCreate
 from batchjob.records import Completion
 from batchjob.store import Counts, FsOps, Store
 from batchjob.store.attempts import attempt_record
+from batchjob.store.columns import OutputColumns
 from batchjob.store.commit import PartTables
 from batchjob.store.fsops import storage_error
 from batchjob.store.parts import BadPartError
@@ -277,7 +278,7 @@ def test_large_chunks_become_several_row_groups(kit: Any, output: Path, monkeypa
 
 def test_token_ids_are_kept_if_asked_for(kit: Any, output: Path) -> None:
     plan = kit.make_plan(4, 4)
-    store = Store.create(output, kit.make_manifest(plan, output_token_ids=True), plan)
+    store = Store.create(output, kit.make_manifest(plan, columns=OutputColumns(["output_token_ids"])), plan)
     store.start_attempt({})
     kit.finish_chunk(store, 0)
     assert [row["output_token_ids"] for row in kit.read_data(output)] == [
@@ -332,13 +333,13 @@ def test_carried_columns_past_2_gib_are_taken_with_any_number_of_samples(kit: An
     plan = kit.make_plan(40, 40)
     text = pa.array(["x" * (64 << 20)])
     table = pa.table([pa.chunked_array([text] * 40)] * 2, schema=kit.CARRIED)  # 5 GiB, on 64 MiB of memory
-    tables = PartTables(kit.make_manifest(plan).arrow_schema, plan.chunks[0], table, with_token_ids=False)
+    tables = PartTables(kit.make_manifest(plan).arrow_schema, OutputColumns(), plan.chunks[0], table)
     rows = [row for row in range(40) for _ in range(2)]
     column = tables._carried_of(rows)["question"]
     assert len(column) == 80
     assert pc.binary_length(column).unique().to_pylist() == [64 << 20]
     small = kit.carried(plan.chunks[0])
-    tables = PartTables(kit.make_manifest(plan).arrow_schema, plan.chunks[0], small, with_token_ids=False)
+    tables = PartTables(kit.make_manifest(plan).arrow_schema, OutputColumns(), plan.chunks[0], small)
     assert tables._carried_of(rows[3:])["question"].to_pylist() == [f"q{row}" for row in rows[3:]]
 
 

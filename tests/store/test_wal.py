@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 
 from batchjob.records import Completion, RowError
 from batchjob.store import wal
+from batchjob.store.columns import OutputColumns
+
+WITH_TOKEN_IDS = OutputColumns(["output_token_ids"])
 
 
 def scan(data: bytes) -> tuple[list[bytes], wal.LogScan]:
@@ -20,10 +23,7 @@ def scan(data: bytes) -> tuple[list[bytes], wal.LogScan]:
 
 
 def payloads(number: int) -> list[bytes]:
-    return [
-        wal.encode_record(Completion(i, 0, 1, [i], f"é{i}\u2028\U0001f642", "stop"), 1, with_token_ids=True)
-        for i in range(number)
-    ]
+    return [WITH_TOKEN_IDS.encode(Completion(i, 0, 1, [i], f"é{i}\u2028\U0001f642", "stop"), 1) for i in range(number)]
 
 
 text = st.text(alphabet=st.characters(exclude_categories=()))
@@ -39,7 +39,7 @@ def test_a_record_holds_what_was_generated(
     output: str | None, token_ids: list[int], error: RowError | None, reason: str | None
 ) -> None:
     done = Completion(2**40, 3, 17, token_ids, output, reason, error)
-    payload = wal.encode_record(done, 4, with_token_ids=True)
+    payload = WITH_TOKEN_IDS.encode(done, 4)
     assert b"\n" not in payload
     found, _ = scan(wal.frame(payload))
     assert found == [payload]
@@ -59,7 +59,7 @@ def repaired(value: str | None) -> str | None:
 
 
 def test_half_a_surrogate_pair_becomes_the_replacement_character() -> None:
-    payload = wal.encode_record(Completion(0, 0, 1, [], "a\ud83db\U0001f642", "stop"), 1, with_token_ids=False)
+    payload = OutputColumns().encode(Completion(0, 0, 1, [], "a\ud83db\U0001f642", "stop"), 1)
     assert json.loads(payload)["text"] == "a\ufffdb\U0001f642"
 
 
