@@ -20,7 +20,7 @@ class Shares:
     """Seconds, and the multiply-adds (counted as two) of linear layers."""
 
     linear: float = 0.0
-    attention: float = 0.0  # writing keys and values included
+    attention: float = 0.0
     sampling: float = 0.0
     flops: float = 0.0
 
@@ -44,7 +44,8 @@ def measure_shares() -> Iterator[Shares]:
     with (
         _timed(PackedLinear, "forward", shares, "linear"),
         _timed(PackedLinear, "activated", shares, "linear"),
-        _timed(PackedLinear, "combined", shares, "linear"),
+        _timed(PackedLinear, "added", shares, "linear"),
+        _timed(PackedLinear, "multiplied", shares, "linear"),
         _timed(torch.nn.Linear, "forward", shares, "linear"),
         _timed(StepContext, "attend", shares, "attention"),
         _timed(Sampler, "sample", shares, "sampling"),

@@ -75,6 +75,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+# Family -> fused attentions, MLPs, layers; of three.
+FUSED_PARTS = {
+    "llama": (3, 3, 3),
+    "llama_biased": (3, 3, 3),
+    "llama3_rope": (3, 3, 3),
+    "qwen2": (3, 3, 3),
+    "qwen2_window": (3, 3, 3),
+    "qwen3": (3, 3, 3),
+    "qwen3_moe": (3, 0, 3),
+    "mistral": (3, 3, 3),
+    "gemma2": (3, 3, 3),
+    "gemma3": (3, 3, 3),
+    "phi3": (3, 3, 3),
+    "olmo2": (0, 3, 0),
+    "gpt_neox": (0, 0, 0),
+    "gpt2": (0, 0, 0),
+    "gpt_oss": (3, 0, 3),
+}
+
 # What the attention of others has that is not in it: see `attention`, `load_check` and `model`.
 _PLAIN = {k: v for k, v in _LLAMA.items() if k not in ("intermediate_size", "num_key_value_heads")}
 UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {

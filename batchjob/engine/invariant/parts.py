@@ -24,7 +24,7 @@ from batchjob_kernels.attention.invariant_products import wide
 ROWS = 64
 _EXPERT_ROWS = 16  # of one expert's products: a block of rows is spread over many experts
 _ALIGNMENT = 64  # bytes; products may treat the edges of unaligned memory by other means
-_PRODUCTS = ("forward", "activated", "combined")  # methods of linear layers that multiply
+_PRODUCTS = ("forward", "activated", "added", "multiplied")  # methods of linear layers that multiply
 
 
 def set_switches() -> None:

@@ -61,17 +61,7 @@ class StepContext:
     watches: bool = False  # whether `broken` is wanted
     positions: Tensor | None = None  # int64 [num_tokens]: of the tokens, while the step is computed
     broken: Tensor | None = None  # bool [num_tokens]: the model's last hidden state is not finite there
-    _rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _query_scales: dict[tuple[float, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-    def rotation(self, cos: Tensor, sin: Tensor) -> Tensor:
-        """cos + i sin, complex [num_tokens, 1, head_dim / 2], from Transformers' [1, num_tokens, head_dim] whose halves
-        are equal. Made once per step for all layers that are given the same tensors."""
-        known = self._rotations.get(id(cos))
-        if known is None or known[0] is not cos:
-            half = cos.shape[2] // 2
-            known = self._rotations[id(cos)] = cos, torch.complex(cos[0, :, None, :half], sin[0, :, None, :half])
-        return known[1]
 
     def query_scale(self, cos: Tensor, beta: float, length: int) -> Tensor:
         """What Ministral 3 multiplies its queries by, [num_tokens, 1, 1]: 1 before position `length`, then more with
@@ -87,37 +77,22 @@ class StepContext:
         self,
         layer_index: int,
         q: Tensor,
-        kv: Tensor,
+        kv: Tensor | None,
         *,
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Stores `kv` [num_tokens, 2, kv_heads, head_dim], then attends; `q` and result: [num_tokens, heads, dim]."""
+        """Stores `kv` [num_tokens, 2, kv_heads, head_dim] and attends; without it the step's keys and values are in the
+        cache already. `q` and the result are [num_tokens, heads, head_dim]."""
         assert self.meta is not None
         assert self.backend is not None
         layer = self.layer(layer_index)
-        self.backend.write_kv(kv, layer, self.meta)
+        if kv is not None:
+            self.backend.write_kv(kv, layer, self.meta)
         return self.backend.paged_attention(
             q, kv, layer, self.meta, scale=scale, window=window, softcap=softcap, sinks=sinks
-        )
-
-    def attend_written(
-        self,
-        layer_index: int,
-        q: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """The same where the step's keys and values are in the cache already."""
-        assert self.meta is not None
-        assert self.backend is not None
-        return self.backend.paged_attention(
-            q, None, self.layer(layer_index), self.meta, scale=scale, window=window, softcap=softcap, sinks=sinks
         )
 
     def layer(self, layer_index: int) -> Tensor:

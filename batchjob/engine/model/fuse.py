@@ -2,8 +2,8 @@
 
 What a part computes is known by its definition (`known_forwards`), not by its output on a few tokens. As a second net,
 one packed step is run with hooks that keep the input and the output of every part, and a replacement is run on the same
-input and compared. What is not known, or differs, stays as it is: a missed speed-up, never an error. There are two sets
-of replacements: `fused_blocks` for float32 on a CPU, `fused_gpu` for a GPU.
+input and compared. What is not known, or differs, stays as it is: a missed speed-up, never an error. The replacements
+are those of `fused`.
 
 An original is let go as soon as it is replaced, so that merged weights need the memory of one part more, not twice
 that of the model.
@@ -15,17 +15,19 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from batchjob.engine.model import fused_gpu
 from batchjob.engine.model.attention_hook import LayerCall
-from batchjob.engine.model.fused_cpu import FusedAttention, FusedLayer, FusedMLP, FusedNorm
+from batchjob.engine.model.fused import GatedMLP, PagedAttention, PreNormLayer, RMSNorm, SandwichLayer
 from batchjob.engine.model.known_forwards import known_form
-from batchjob.engine.model.packed_linear import PackedLinear, can_pack, pack_linear
+from batchjob.engine.model.linear import PLAIN
+from batchjob.engine.model.packed_linear import PACKED, PackedLinear, can_pack, pack_linear
+from batchjob_kernels.ops import cpu as cpu_ops
 
 __all__ = ["PackedLinear", "fuse", "pack_linear"]
 
@@ -60,9 +62,9 @@ def fuse(
     """Replaces what it can inside `module`, in place; returns how many parts of each kind it replaced.
 
     `calls` are the attention calls by layer; the list is emptied, as it holds the originals. `run_steps` runs packed
-    steps through the module, the first of them with nothing cached; parts of that one are run again. `ops` picks the
-    set for a GPU, on any device, and is what it computes with (`triton_ops`, `reference_ops`). Without it there is the
-    set for a CPU; nothing is done where that does not serve the model.
+    steps through the module, the first of them with nothing cached; parts of that one are run again. `ops` are the
+    elementwise operations, beside plain products. Without them the model gets those of the CPU and packed products;
+    nothing is done where these do not serve it.
     """
     call_of = {id(call.module): call for call in calls}
     calls.clear()
@@ -110,42 +112,32 @@ def _original(module: nn.Module, path: str) -> nn.Module | None:
 
 def _kinds(weight: Tensor, call_of: dict[int, LayerCall], ops: ModuleType | None) -> Kinds:
     """In this order: attention takes over its fused norms, and a layer its fused attention and MLP."""
-    if ops is not None and weight.dtype in _TOLERANCE:
+    packs = ops is None
+    if weight.dtype not in _TOLERANCE or (packs and not can_pack(weight)):
+        return {}
+    ops, linears = (cpu_ops, PACKED) if ops is None else (ops, PLAIN)
 
-        def attention(part: nn.Module, **more: Any) -> nn.Module:
-            return fused_gpu.PagedAttention(part, call_of[id(part)], ops, **more)
+    def norm(part: nn.Module, **more: Any) -> nn.Module:
+        return RMSNorm(part, ops, **more)
 
-        def mlp(part: nn.Module) -> nn.Module:
-            return fused_gpu.GatedMLP(part, ops)
+    def attention(part: nn.Module, **more: Any) -> nn.Module:
+        return PagedAttention(part, call_of[id(part)], ops, linears, **more)
 
-        return {
-            "norms": {
-                "rms_norm": lambda part: fused_gpu.RMSNorm(part, ops),
-                "offset_rms_norm": lambda part: fused_gpu.RMSNorm(part, ops, offset=1.0),
-            },
-            "attentions": {
-                "attention": attention,
-                "merged_attention": attention,
-                "half_angle_attention": lambda part: attention(part, half_angles=True),
-                "scaled_attention": lambda part: attention(part, query_scale=_query_scale(part)),
-            },
-            "MLPs": {"gated_mlp": mlp, "merged_gated_mlp": mlp},
-            "layers": {"pre_norm_layer": fused_gpu.PreNormLayer, "sandwich_layer": fused_gpu.SandwichLayer},
-        }
-    if ops is None and can_pack(weight):
-        return {
-            "norms": {"rms_norm": FusedNorm.of, "offset_rms_norm": lambda part: FusedNorm.of(part, offset=1.0)},
-            "attentions": {
-                "attention": lambda part: FusedAttention(part, call_of[id(part)]),
-                "scaled_attention": lambda part: FusedAttention(
-                    part, call_of[id(part)], query_scale=_query_scale(part)
-                ),
-            },
-            "MLPs": {"gated_mlp": FusedMLP},
-            "layers": {"pre_norm_layer": FusedLayer},
-            "linear layers": {_LINEAR: pack_linear},
-        }
-    return {}
+    def mlp(part: nn.Module) -> nn.Module:
+        return GatedMLP(part, ops, linears)
+
+    kinds: Kinds = {
+        "norms": {"rms_norm": norm, "offset_rms_norm": partial(norm, offset=1.0)},
+        "attentions": {
+            "attention": attention,
+            "merged_attention": attention,
+            "half_angle_attention": partial(attention, half_angles=True),
+            "scaled_attention": lambda part: attention(part, query_scale=_query_scale(part)),
+        },
+        "MLPs": {"gated_mlp": mlp, "merged_gated_mlp": mlp},
+        "layers": {"pre_norm_layer": PreNormLayer, "sandwich_layer": SandwichLayer},
+    }
+    return kinds | {"linear layers": {_LINEAR: pack_linear}} if packs else kinds
 
 
 def _query_scale(attention: Any) -> tuple[float, int]:

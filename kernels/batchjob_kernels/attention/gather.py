@@ -21,11 +21,7 @@ COMPILED_FOR_BLOCK_SIZE = False
 
 def write_kv(kv: Tensor, cache: Tensor, meta: AttnMeta) -> None:
     """As `reference.write_kv`."""
-    num_kv_heads = cache.shape[2]
-    rows = meta.memo.get(num_kv_heads)
-    if rows is None:
-        rows = meta.memo[num_kv_heads] = kv_rows(meta.slot_mapping, num_kv_heads, meta.block_size)
-    store_kv(kv, cache, rows)
+    store_kv(kv, cache, _rows(meta, cache.shape[2]))
 
 
 def paged_attention(
@@ -40,11 +36,12 @@ def paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """As `reference.paged_attention`."""
-    if kv is None:
-        kv = cache[meta.slot_mapping // meta.block_size, :, :, meta.slot_mapping % meta.block_size]
     num_kv_heads = cache.shape[2]
     grouped = q.unflatten(1, (num_kv_heads, -1))  # [num_tokens, kv_heads, heads per KV head, head_dim]
     pieces = cut(meta, window=window, num_kv_heads=num_kv_heads, dtype=q.dtype)
+    if kv is None and any(piece.tiles is None for piece in pieces.own):
+        flat = cache.view(-1, cache.shape[4])
+        kv = flat.index_select(0, _rows(meta, num_kv_heads)).view(len(q), 2, num_kv_heads, cache.shape[4])
     needs_lse = bool(pieces.shared) or sinks is not None
     if len(pieces.own) == 1 and not needs_lse:
         return _run(pieces.own[0], grouped, kv, cache, scale, softcap, needs_lse)[0].flatten(1, 2)
@@ -75,13 +72,22 @@ def refusal(need: Requirements) -> str | None:
     return None
 
 
+def _rows(meta: AttnMeta, num_kv_heads: int) -> Tensor:
+    """The rows of the cache that the step's own keys and values go to; the same for all layers of so many heads."""
+    rows: Tensor | None = meta.memo.get(num_kv_heads)
+    if rows is None:
+        rows = meta.memo[num_kv_heads] = kv_rows(meta.slot_mapping, num_kv_heads, meta.block_size)
+    return rows
+
+
 def _run(
-    piece: Piece, q: Tensor, kv: Tensor, cache: Tensor, scale: float, softcap: float | None, needs_lse: bool
+    piece: Piece, q: Tensor, kv: Tensor | None, cache: Tensor, scale: float, softcap: float | None, needs_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Output [rows, kv_heads, group, head_dim] and log-sum-exp [rows, kv_heads, group] of one piece."""
     queries = q[piece.start : piece.stop]
     num_kv_heads, head_dim = cache.shape[2], cache.shape[4]
     if piece.tiles is None:
+        assert kv is not None
         keys, values = kv[piece.start : piece.stop].permute(1, 2, 0, 3)  # [kv_heads, kv_len, head_dim] each
     else:
         gathered = cache.flatten(0, 2).flatten(1).index_select(0, piece.tiles)

@@ -28,7 +28,7 @@ def store_kv(kv: Tensor, cache: Tensor, rows: Tensor) -> None:
     finite = torch.nan_to_num(kv, nan=0.0, posinf=0.0, neginf=0.0)
     if cache.dtype == torch.float8_e4m3fn:
         finite = finite.float().clamp(-MAX_FP8, MAX_FP8)
-    flat = finite.to(cache.dtype).reshape(len(rows), -1)
+    flat = finite.to(cache.dtype).reshape(-1, cache.shape[4])
     _by_row(cache).index_copy_(0, rows, flat.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else flat)
 
 

@@ -43,6 +43,11 @@ def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     return (ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)
 
 
+def head_order(head_dim: int) -> Tensor | None:
+    """The order in which `rotary_write` takes the dimensions of each query and key head; None: the model's own."""
+    return None
+
+
 def rotary_write(
     qkv: Tensor,
     cos: Tensor,

@@ -66,6 +66,11 @@ def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     return out
 
 
+def head_order(head_dim: int) -> Tensor | None:
+    """As `reference_ops.head_order`."""
+    return None
+
+
 def rotary_write(
     qkv: Tensor,
     cos: Tensor,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from batchjob_kernels.attention.reference import MAX_FP8
+from batchjob_kernels.attention.store import MAX_FP8
 from batchjob_kernels.triton_kernels.aot_case import AotCase
 
 NUM_WARPS = 4

@@ -6,7 +6,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from batchjob_kernels.attention.store import MAX_FP8
 from batchjob_kernels.triton_kernels.aot_case import AotCase
+
+_MAX_FP8 = tl.constexpr(MAX_FP8)
 
 
 @triton.jit
@@ -15,7 +18,7 @@ def finite_as(x, dtype: tl.constexpr):
     x = x.to(tl.float32)
     x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
     if dtype == tl.float8e4nv:
-        x = tl.minimum(tl.maximum(x, -448.0), 448.0)  # the largest that e4m3 holds
+        x = tl.minimum(tl.maximum(x, -_MAX_FP8), _MAX_FP8)
     return x.to(dtype)
 
 

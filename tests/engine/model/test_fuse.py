@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, build, use_gather
+from families import FAMILIES, FUSED_PARTS, build, use_gather
 from torch import Tensor, nn
 
 from batchjob.engine.model.attention_hook import ATTENTION_NAME, register
 from batchjob.engine.model.fuse import PackedLinear, pack_linear
-from batchjob.engine.model.fused_cpu import FusedAttention, FusedMLP
+from batchjob.engine.model.fused import GatedMLP, PagedAttention
 from batchjob.engine.model.load import LoadedModel, packed_forward, prepare_model
 from batchjob.engine.model.load_check import logits_problem, packed_logits
 from batchjob.engine.model.packed_linear import POST_OPS, can_pack
@@ -60,8 +60,8 @@ def test_what_comes_after_the_product() -> None:
         for activation, name in POST_OPS.items():
             function = ACTIVATIONS[activation]
             torch.testing.assert_close(packed.activated(x, name), function(linear(x)), atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(packed.combined(x, other, "add"), linear(x) + other, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(packed.combined(x, other, "mul"), linear(x) * other, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(packed.added(x, other), linear(x) + other, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(packed.multiplied(x, other), linear(x) * other, atol=1e-5, rtol=1e-5)
 
 
 def test_the_transposed_layer_of_gpt2_is_packed_and_other_modules_are_not() -> None:
@@ -76,31 +76,11 @@ def test_the_transposed_layer_of_gpt2_is_packed_and_other_modules_are_not() -> N
     assert pack_linear(nn.Linear(4, 4).to(torch.bfloat16)) is None
 
 
-# Family -> fused attentions, MLPs, layers; of three.
-EXPECTED = {
-    "llama": (3, 3, 3),
-    "llama_biased": (3, 3, 3),
-    "llama3_rope": (3, 3, 3),
-    "qwen2": (3, 3, 3),
-    "qwen2_window": (3, 3, 3),
-    "qwen3": (3, 3, 3),
-    "qwen3_moe": (3, 0, 0),
-    "mistral": (3, 3, 3),
-    "gemma2": (3, 3, 0),
-    "gemma3": (3, 3, 0),
-    "phi3": (0, 0, 0),
-    "olmo2": (0, 3, 0),
-    "gpt_neox": (0, 0, 0),
-    "gpt2": (0, 0, 0),
-    "gpt_oss": (0, 0, 0),
-}
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fused_models_equal_themselves_unfused(family: str) -> None:
     plain = prepare(build(*FAMILIES[family]), use_fused=False)
     fused = prepare(build(*FAMILIES[family]))
-    assert tuple(fused.fused[kind] for kind in ("attentions", "MLPs", "layers")) == EXPECTED[family]
+    assert tuple(fused.fused[kind] for kind in ("attentions", "MLPs", "layers")) == FUSED_PARTS[family]
     for expected, actual in zip(logits(plain), logits(fused), strict=True):
         torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
     left = [path for path, part in fused.module.named_modules() if pack_linear(part) is not None]
@@ -125,8 +105,8 @@ def test_a_part_that_does_something_else_is_left_as_it_is() -> None:
 
     model.model.layers[1].mlp.__class__ = Scaled
     fused = prepare(model)
-    assert [type(layer.mlp) for layer in fused.module.model.layers] == [FusedMLP, Scaled, FusedMLP]
-    assert type(fused.module.model.layers[1].self_attn) is FusedAttention
+    assert [type(layer.mlp) for layer in fused.module.model.layers] == [GatedMLP, Scaled, GatedMLP]
+    assert type(fused.module.model.layers[1].self_attn) is PagedAttention
     assert isinstance(fused.module.model.layers[1].mlp.down_proj, PackedLinear)
 
 

@@ -12,7 +12,7 @@ from families import FAMILIES, WINDOW, build, use_gather
 from torch import nn
 
 from batchjob.engine.model.attention_hook import ATTENTION_NAME, StepContext, register
-from batchjob.engine.model.fused_cpu import FusedAttention
+from batchjob.engine.model.fused import PagedAttention
 from batchjob.engine.model.known_forwards import definition, known_activation, known_form
 from batchjob.engine.model.length_check import first_positions, short_windows
 from batchjob.engine.model.load import LoadedModel, packed_forward, prepare_model
@@ -177,13 +177,13 @@ def test_a_fused_part_that_forgets_its_window_is_not_used(monkeypatch: pytest.Mo
     values = {**LLAMA, "sliding_window": 200}
     model = random_model("MistralConfig", **values)
     assert prepare_model(model, max_model_len=256, choose_backend=use_gather, block_size=4) is not None
-    built = FusedAttention.__init__
+    built = PagedAttention.__init__
 
     def forgetful(self: Any, *args: Any, **more: Any) -> None:
         built(self, *args, **more)
         self.window = None
 
-    monkeypatch.setattr(FusedAttention, "__init__", forgetful)
+    monkeypatch.setattr(PagedAttention, "__init__", forgetful)
     model = random_model("MistralConfig", **values)
     assert prepare_model(model, max_model_len=256, choose_backend=use_gather, block_size=4) is None
 

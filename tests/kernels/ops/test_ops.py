@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ pytest.importorskip("triton")
 
 from batchjob_kernels import AttnMeta
 from batchjob_kernels.attention import reference
+from batchjob_kernels.ops import cpu as cpu_ops
 from batchjob_kernels.ops import reference as reference_ops
 from batchjob_kernels.ops import triton as triton_ops
 
@@ -192,6 +194,36 @@ def test_rotary_write(dtype: torch.dtype, norms: str, with_fp8: bool, shape: tup
             )
             assert torch.equal(halves[0][0], q), "half of the cosines is enough"
             check("rotary_write q", halves[0][0], halves[1][0])
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_the_operations_of_a_cpu_are_those_of_the_reference(norms: bool) -> None:
+    x, residual, weight = (torch.randn(shape) for shape in ((5, 24), (5, 24), (24,)))
+    for offset in (0.0, 1.0):
+        expected, total = reference_ops.add_rms_norm(x, residual, weight, 1e-6, offset=offset)
+        torch.testing.assert_close(cpu_ops.rms_norm(total, weight, 1e-6, offset=offset), expected)
+        torch.testing.assert_close(cpu_ops.add_rms_norm(x, residual, weight, 1e-6, offset=offset), (expected, total))
+    for activation in reference_ops.ACTIVATIONS:
+        expected = reference_ops.act_and_mul(x, activation)
+        torch.testing.assert_close(cpu_ops.act_and_mul(x, activation), expected)
+    qkv, (cos, sin) = torch.randn(5, 8, 16), (part.cpu() for part in rotations(5, 16, torch.float32))
+    where = replace(meta(5), slot_mapping=meta(5).slot_mapping.cpu())
+    order = cpu_ops.head_order(16)
+    more: dict[str, Any] = {"num_heads": 4}
+    if norms:
+        more |= {"q_norm": torch.randn(16), "k_norm": torch.randn(16), "eps": 1e-6, "offset": 1.0}
+    caches = [layer(2, 16, torch.float32).cpu() for _ in range(2)]
+    expected = reference_ops.rotary_write(qkv, cos, sin, caches[0], where, **more)
+    reordered = qkv.clone()
+    reordered[:, :6] = qkv[:, :6][..., order]
+    if norms:
+        more |= {name: more[name][order] for name in ("q_norm", "k_norm")}
+    actual = cpu_ops.rotary_write(reordered, cos, sin, caches[1], where, **more)
+    torch.testing.assert_close(actual, expected[..., order])
+    torch.testing.assert_close(caches[1][:, 0], caches[0][:, 0][..., order])
+    torch.testing.assert_close(caches[1][:, 1], caches[0][:, 1])
+    with pytest.raises(ValueError, match="whole heads"):
+        cpu_ops.rotary_write(qkv, cos, sin, caches[1], where, num_heads=4, rotary_dim=8)
 
 
 def test_the_rotation_and_the_write_are_those_of_transformers_and_of_write_kv() -> None:

@@ -1,18 +1,17 @@
-"""The parts of a decoder layer in few launches, for a GPU. Each is built from a Transformers module of a known form;
+"""The parts of a decoder layer in few and large operations. Each is built from a Transformers module of a known form;
 `fuse` knows which, and keeps it only where it gives what that module gave.
 
-Llama's layer comes down to nine launches: norm, merged q, k and v product, rotation with the KV write, attention,
-output product, norm, merged gate and up product, gated activation, down product; the last product of each half adds to
-the residual in place. The operations between the products are those of `ops`: `batchjob_kernels.ops.triton`, or
-`reference_ops`, with which all of this runs on any device.
+The elementwise operations are those of `ops` (batchjob_kernels.ops: `triton` on a GPU, `cpu`, and the plain
+`reference`), the products those of `linears` (plain, or packed for a CPU). With Triton, Llama's layer comes down to
+nine launches: norm, merged q, k and v product, rotation with the KV write, attention, output product, norm, merged
+gate and up product, gated activation, down product; the last product of each half adds to the residual.
 
 Inside, a step is two-dimensional, [num_tokens, hidden_size]; Transformers' own batch axis of 1 is put back at the edge.
-A layer changes its input in place, as the models that it is built for read no earlier hidden state again.
+A layer may change its input in place, as the models that it is built for read no earlier hidden state again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from batchjob.engine.model.attention_hook import LayerCall, StepContext
 from batchjob.engine.model.known_forwards import known_activation
+from batchjob.engine.model.linear import Linears, merged
 from batchjob_kernels.ops.reference import ACTIVATIONS
 
 Part = TypeVar("Part", bound=nn.Module)
@@ -33,7 +33,10 @@ class RMSNorm(nn.Module):
         """From a module with a weight and an epsilon. `offset` is 1 where the weight is stored less one (Gemma)."""
         super().__init__()
         eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
-        self.weight: nn.Parameter = norm.weight  # type: ignore[assignment]
+        weight: nn.Parameter = norm.weight  # type: ignore[assignment]
+        if offset and weight.dtype == torch.float32:  # else the sum would be rounded
+            weight, offset = nn.Parameter(weight.detach() + offset, requires_grad=False), 0.0
+        self.weight = weight
         self.eps, self.offset = float(eps), offset  # type: ignore[arg-type]
         self._ops = ops
 
@@ -46,55 +49,25 @@ class RMSNorm(nn.Module):
         return self._ops.add_rms_norm(x, residual, self.weight, self.eps, offset=self.offset)
 
 
-class MergedLinear(nn.Module):
-    """Linear layers of one input as one product, their outputs side by side. A single one keeps its weight as it is."""
-
-    def __init__(self, linears: Sequence[nn.Module]) -> None:
-        super().__init__()
-        if any(type(linear) is not nn.Linear for linear in linears):
-            raise TypeError("not plain linear layers")
-        weights: list[Tensor] = [linear.weight.detach() for linear in linears]  # type: ignore[union-attr, operator]
-        biases = [linear.bias for linear in linears]
-        self.weight = nn.Parameter(weights[0] if len(weights) == 1 else torch.cat(weights), requires_grad=False)
-        self.bias: nn.Parameter | None = None
-        if any(bias is not None for bias in biases):
-            pairs = zip(weights, biases, strict=True)
-            filled = [weight.new_zeros(len(weight)) if bias is None else bias.detach() for weight, bias in pairs]  # type: ignore[operator]
-            self.bias = nn.Parameter(torch.cat(filled), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight, self.bias)
-
-    def added(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + forward(x), in place; without a bias by the product itself."""
-        if self.bias is None:
-            return residual.addmm_(x, self.weight.t())
-        return residual.add_(self(x))
-
-
 class GatedMLP(nn.Module):
     """down(act(gate(x)) * up(x)), with gate and up apart (Llama) or merged (Phi 3)."""
 
-    def __init__(self, mlp: nn.Module, ops: ModuleType) -> None:
+    def __init__(self, mlp: nn.Module, ops: ModuleType, linears: Linears) -> None:
         super().__init__()
-        merged = hasattr(mlp, "gate_up_proj")
-        self.gate_up = _merged(mlp, "gate_up_proj") if merged else _merged(mlp, "gate_proj", "up_proj")
-        self.down = _merged(mlp, "down_proj")
+        names = ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else ("gate_proj", "up_proj")
         activation = known_activation(mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn)
         if activation not in ACTIVATIONS:
             raise TypeError("its activation has no fused form")
-        self._activation = activation
-        self._ops = ops
+        self.gated = linears.gated(*merged(mlp, *names), activation, ops)
+        self.down = linears.linear(*merged(mlp, "down_proj"))
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        return self.down(self._inner(rows)).view(x.shape)
+        return self.down(self.gated(rows)).view(x.shape)
 
     def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        return self.down.added(self._inner(x), residual)
-
-    def _inner(self, x: Tensor) -> Tensor:
-        return self._ops.act_and_mul(self.gate_up(x), self._activation)
+        """residual + forward(x)."""
+        return self.down.added(self.gated(x), residual)  # type: ignore[operator]
 
 
 class PagedAttention(nn.Module):
@@ -110,6 +83,7 @@ class PagedAttention(nn.Module):
         attention: nn.Module,
         call: LayerCall,
         ops: ModuleType,
+        linears: Linears,
         *,
         half_angles: bool = False,
         query_scale: tuple[float, int] | None = None,
@@ -124,12 +98,18 @@ class PagedAttention(nn.Module):
             "softcap": call.softcap,
             "sinks": call.sinks,
         }  # not the call itself, which holds the module that this one replaces
-        self._norms = _head_norms(attention, call.head_dim)
-        merged = hasattr(attention, "qkv_proj")
-        self.qkv = _merged(attention, "qkv_proj") if merged else _merged(attention, "q_proj", "k_proj", "v_proj")
-        if len(self.qkv.weight) != (call.num_heads + 2 * call.num_kv_heads) * call.head_dim:
+        order: Tensor | None = ops.head_order(call.head_dim)
+        self._norms = _head_norms(attention, call.head_dim, order)
+        names = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
+        weight, bias = merged(attention, *names)
+        if len(weight) != (call.num_heads + 2 * call.num_kv_heads) * call.head_dim:
             raise TypeError("the projections give other heads than attention was called with")
-        self.out = _merged(attention, "o_proj")
+        if order is not None:
+            num_rotated = (call.num_heads + call.num_kv_heads) * call.head_dim
+            weight = _reordered(weight, num_rotated, order)
+            bias = None if bias is None else _reordered(bias, num_rotated, order)
+        self.qkv = linears.linear(weight, bias)
+        self.out = linears.linear(*merged(attention, "o_proj"))
         self._half_angles = half_angles
         self._ops = ops
 
@@ -154,7 +134,7 @@ class PagedAttention(nn.Module):
         )
         if self._query_scale is not None:
             q = q * step.query_scale(cos, *self._query_scale).to(q.dtype)
-        return step.attend_written(self._layer_index, q, window=self.window, **self._settings).flatten(1)
+        return step.attend(self._layer_index, q, None, window=self.window, **self._settings).flatten(1)
 
 
 class PreNormLayer(nn.Module):
@@ -173,9 +153,11 @@ class PreNormLayer(nn.Module):
         self, hidden_states: Tensor, position_embeddings: Any = None, step: StepContext | None = None, **_: Any
     ) -> Tensor:
         x = hidden_states[0]
-        out, attended = self.self_attn.out, self.self_attn.attend(self.input_layernorm(x), position_embeddings, step)
-        if out.bias is None:
-            normed = self.post_attention_layernorm(out.added(attended, x))
+        out: Any = self.self_attn.out
+        attended = self.self_attn.attend(self.input_layernorm(x), position_embeddings, step)
+        if out.adds_in_product:
+            x = out.added(attended, x)
+            normed = self.post_attention_layernorm(x)
         else:
             normed, x = self.post_attention_layernorm.after_adding(out(attended), x)
         if isinstance(self.mlp, GatedMLP):
@@ -206,10 +188,6 @@ class SandwichLayer(nn.Module):
         return x.add_(self.post_feedforward_layernorm(self.mlp(normed)))[None]
 
 
-def _merged(parent: nn.Module, *names: str) -> MergedLinear:
-    return MergedLinear([getattr(parent, name) for name in names])
-
-
 def _part(parent: nn.Module, name: str, kind: type[Part]) -> Part:
     part = getattr(parent, name)
     if not isinstance(part, kind):
@@ -217,8 +195,8 @@ def _part(parent: nn.Module, name: str, kind: type[Part]) -> Part:
     return part
 
 
-def _head_norms(attention: nn.Module, head_dim: int) -> dict[str, Any]:
-    """What `rotary_write` is told of the norms of queries and keys, if there are any."""
+def _head_norms(attention: nn.Module, head_dim: int, order: Tensor | None) -> dict[str, Any]:
+    """The arguments of `rotary_write` for norms of queries and keys, if there are any."""
     norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     if norms == [None, None]:
         return {}
@@ -227,4 +205,15 @@ def _head_norms(attention: nn.Module, head_dim: int) -> dict[str, Any]:
         raise TypeError("the norms of queries and keys are not fused, or not per head")
     if (q_norm.eps, q_norm.offset) != (k_norm.eps, k_norm.offset):
         raise TypeError("queries and keys are normalised in two ways")
-    return {"q_norm": q_norm.weight, "k_norm": k_norm.weight, "eps": q_norm.eps, "offset": q_norm.offset}
+    q_weight, k_weight = (norm.weight if order is None else norm.weight[order] for norm in (q_norm, k_norm))
+    return {"q_norm": q_weight, "k_norm": k_weight, "eps": q_norm.eps, "offset": q_norm.offset}
+
+
+def _reordered(rows: Tensor, num_rotated: int, order: Tensor) -> Tensor:
+    """A merged weight or bias with the dimensions of each query and key head in another order.
+
+    Scores do not depend on the order of a head's dimensions as long as q and k have the same; the cache holds keys in
+    that order.
+    """
+    heads = rows[:num_rotated].unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
+    return torch.cat((heads, rows[num_rotated:]))

@@ -1,5 +1,5 @@
-"""The fused parts for a GPU, on a CPU with the plain operations: which families get them, that they give what the
-originals gave in float32 and bfloat16, and that the originals are let go."""
+"""The fused parts with plain products, as on a GPU, on a CPU with the reference operations: which families get them,
+that they give what the originals gave in float32 and bfloat16, and that the originals are let go."""
 
 from __future__ import annotations
 
@@ -10,37 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, build, use_gather
+from families import FAMILIES, FUSED_PARTS, build, use_gather
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchjob.engine.kv_cache import LayerShape
-from batchjob.engine.model import fused_gpu
 from batchjob.engine.model.attention_hook import ATTENTION_NAME, register
 from batchjob.engine.model.fuse import fuse
+from batchjob.engine.model.fused import GatedMLP, PagedAttention
 from batchjob.engine.model.load import LoadedModel, packed_forward, prepare_model
 from batchjob.engine.model.load_check import check_layers, packed_logits
 from batchjob_kernels.attention import gather, reference
 from batchjob_kernels.ops import reference as reference_ops
-
-# Family -> fused attentions, MLPs, layers; of three.
-EXPECTED = {
-    "llama": (3, 3, 3),
-    "llama_biased": (3, 3, 3),
-    "llama3_rope": (3, 3, 3),
-    "qwen2": (3, 3, 3),
-    "qwen2_window": (3, 3, 3),
-    "qwen3": (3, 3, 3),
-    "qwen3_moe": (3, 0, 3),
-    "mistral": (3, 3, 3),
-    "gemma2": (3, 3, 3),
-    "gemma3": (3, 3, 3),
-    "phi3": (3, 3, 3),
-    "olmo2": (0, 3, 0),
-    "gpt_neox": (0, 0, 0),
-    "gpt2": (0, 0, 0),
-    "gpt_oss": (3, 0, 3),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -69,14 +50,14 @@ def logits(model: LoadedModel, backend: Any = gather) -> list[Tensor]:
 def test_fused_models_equal_themselves_unfused(family: str) -> None:
     plain = prepare(injected(family), use_fused=False)
     fused = prepare(injected(family), ops=reference_ops)
-    assert tuple(fused.fused[kind] for kind in ("attentions", "MLPs", "layers")) == EXPECTED[family]
+    assert tuple(fused.fused[kind] for kind in ("attentions", "MLPs", "layers")) == FUSED_PARTS[family]
     expected = logits(plain)
     for backend in (gather, reference):
         for ours, theirs in zip(logits(fused, backend), expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=2e-5 * float(theirs.abs().max()), rtol=0)
 
 
-WITH_16_BITS = [(torch.bfloat16, family) for family in FAMILIES if any(EXPECTED[family])]
+WITH_16_BITS = [(torch.bfloat16, family) for family in FAMILIES if any(FUSED_PARTS[family])]
 WITH_16_BITS += [(torch.float16, family) for family in ("qwen3", "gemma3", "gpt_oss")]
 
 
@@ -84,7 +65,7 @@ WITH_16_BITS += [(torch.float16, family) for family in ("qwen3", "gemma3", "gpt_
 def test_the_same_parts_are_kept_with_16_bits(dtype: torch.dtype, family: str) -> None:
     module, twin = injected(family, dtype), injected(family, dtype).float()
     exact, plain = logits_of(twin), logits_of(module)
-    assert fused_counts(module) == EXPECTED[family]
+    assert fused_counts(module) == FUSED_PARTS[family]
     fused = logits_of(module)
     assert distance(fused, exact) <= 1.5 * distance(plain, exact), "as far from float32 as the model itself"
 
@@ -144,7 +125,8 @@ def test_a_layer_of_llama_is_nine_launches(monkeypatch: pytest.MonkeyPatch) -> N
             return function(*args, **(kwargs or {}))
 
     names = ("rms_norm", "add_rms_norm", "act_and_mul", "rotary_write")
-    ops: Any = SimpleNamespace(**{name: counted(name, getattr(reference_ops, name)) for name in names})
+    operations = {name: counted(name, getattr(reference_ops, name)) for name in names}
+    ops: Any = SimpleNamespace(**operations, head_order=reference_ops.head_order)
     module: Any = injected("llama")
     assert fuse(module, check_layers(module, packed_forward), lambda: logits_of(module), ops=ops)["layers"] == 3
     layer, forward = module.model.layers[1], module.model.layers[1].forward
@@ -178,14 +160,14 @@ def test_originals_are_let_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> Non
     size = sum(parameter.numel() for parameter in module.parameters())
     originals = [weakref.ref(layer.self_attn.q_proj.weight) for layer in module.model.layers]
     alive: list[int] = []
-    build_attention = fused_gpu.PagedAttention.__init__
+    build_attention = PagedAttention.__init__
 
     def built(self: Any, *args: Any, **kwargs: Any) -> None:
         gc.collect()
         alive.append(sum(original() is not None for original in originals))
         build_attention(self, *args, **kwargs)
 
-    monkeypatch.setattr(fused_gpu.PagedAttention, "__init__", built)
+    monkeypatch.setattr(PagedAttention, "__init__", built)
     calls = check_layers(module, packed_forward)
     done = fuse(module, calls, lambda: logits_of(module), ops=reference_ops)
     assert done["attentions"] == 3
@@ -207,9 +189,9 @@ def test_a_part_that_does_something_else_is_left_as_it_is() -> None:
     model.model.layers[1].mlp.__class__ = Scaled
     fused = prepare(model, ops=reference_ops)
     assert [type(layer.mlp) for layer in fused.module.model.layers] == [
-        fused_gpu.GatedMLP,
+        GatedMLP,
         Scaled,
-        fused_gpu.GatedMLP,
+        GatedMLP,
     ]
     assert fused.fused["layers"] == 3, "a layer takes an MLP of any kind"
 
