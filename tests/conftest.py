@@ -28,6 +28,12 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Names a binary parameter by its argument: gzip writes the time into its header, and the workers of one run must
+    agree on the names of the tests."""
+    return argname if isinstance(val, bytes) and not (val.isascii() and val.decode().isprintable()) else None
+
+
 @pytest.fixture(scope="session")
 def project_root() -> Path:
     return ROOT
