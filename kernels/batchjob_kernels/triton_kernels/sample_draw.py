@@ -4,6 +4,8 @@
 A race of exponential draws: the winner is the argmax of weight / draw. The draws are those of
 `batchjob.engine.sampling.philox`: Philox4x32-10 words, to float64 (a
 float32 would round the numbers near 1, where the draws are small, and win races).
+
+No argmax sees a NaN: which index it gives is another one on every backend. A row with a NaN has an infinite `best`.
 """
 
 from __future__ import annotations
@@ -85,20 +87,19 @@ def draw_kernel(
         mass = tl.load(sums + row * num_groups + groups, mask=is_group, other=0.0)
         mass = mass * tl.exp((maximum - best) / temperature)
         noise = exponential(philox_word(key_low, key_high, groups, position, _GROUP_LEVEL))
-        race = tl.where(is_group, mass.to(tl.float64) / noise, -1.0)
+        race = tl.where(is_group & (mass == mass), mass.to(tl.float64) / noise, -1.0)
         group = tl.where(given > 0.0, tl.argmax(race, axis=0, tie_break_left=True), group)
-    group = tl.minimum(group, num_groups - 1)  # also where all are NaN
     token = group * _GROUP + tl.arange(0, _GROUP)
     inside = token < vocab
     logit = tl.load(logits + row * logits_stride + token, mask=inside).to(tl.float32)
-    logit = tl.where(inside, logit, -float("inf"))
+    logit = tl.where(inside & (logit == logit), logit, -float("inf"))
     winner = tl.argmax(logit, axis=0, tie_break_left=True)
     if RANDOM:
         weight = tl.exp((logit - best) / temperature)
         if FILTERED:
             weight = tl.where(weight >= tl.load(bounds + row), weight, 0.0)
         noise = exponential(philox_word(key_low, key_high, token, position, _TOKEN_LEVEL))
-        race = tl.where(inside, weight.to(tl.float64) / noise, -1.0)
+        race = tl.where(inside & (weight == weight), weight.to(tl.float64) / noise, -1.0)
         winner = tl.where(given > 0.0, tl.argmax(race, axis=0, tie_break_left=True), winner)
     is_finite = (best < float("inf")) & (best > -float("inf"))
     tl.store(tokens + row, tl.where(is_finite, group * _GROUP + winner, -1).to(tl.int64))
