@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from batchjob.store.chunk import OpenChunk
 from batchjob.store.commit import Committed
-from batchjob.store.counts import Counts
+from batchjob.store.counts import RowCounts
 from batchjob.store.fsops import FsOps
 from batchjob.store.manifest import Manifest
 from batchjob.store.merge import merge
@@ -14,10 +14,10 @@ from batchjob.store.store import Store
 
 __all__ = [
     "Committed",
-    "Counts",
     "FsOps",
     "Manifest",
     "OpenChunk",
+    "RowCounts",
     "Status",
     "Store",
     "check_column_names",

@@ -11,12 +11,15 @@ import os
 import re
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from batchjob.store.fsops import FsOps
+from batchjob.store.fsops import FsOps, storage_errors
+from batchjob.store.paths import Layout
 
 
 def new_attempt_id() -> str:
@@ -49,6 +52,44 @@ def attempt_record(info: Mapping[str, Any], started: str | None = None) -> bytes
         **info,
     }
     return json.dumps(record, indent=1, default=str).encode() + b"\n"
+
+
+class AttemptFile:
+    """The file of this attempt in `attempts/`. `info` is what the attempt has noted about itself so far."""
+
+    def __init__(self, fs: FsOps, layout: Layout, attempt: str, job_id: str) -> None:
+        self.info: Mapping[str, Any] = {}
+        self._fs = fs
+        self._path = layout.attempt(attempt)
+        self._via = layout.tmp / f"attempt.{attempt}"
+        self._job_id = job_id
+        self._started = now_text()
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def note(self, info: Mapping[str, Any]) -> None:
+        """Adds to what is noted. From any thread. Raises StorageError."""
+        with storage_errors("writing", self._path.parent):
+            self.write(info)
+
+    def write(self, info: Mapping[str, Any]) -> None:
+        """The same as `note`. Raises OSError."""
+        with self._lock:
+            if self._is_closed:
+                return  # a thread that comes late
+            self.info = {**self.info, **info}
+            record = attempt_record({"job": self._job_id, **self.info}, self._started)
+            try:
+                self._fs.replace_file(self._path, record, via=self._via)
+            except OSError:
+                with suppress(OSError):
+                    self._fs.unlink_if_there(self._via)  # or no later note could be written
+                raise
+
+    def close(self) -> None:
+        """Later notes are dropped."""
+        with self._lock:
+            self._is_closed = True
 
 
 def read_attempt(fs: FsOps, path: Path) -> dict[str, Any] | None:

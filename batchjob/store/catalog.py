@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from batchjob.errors import StorageError
 from batchjob.plan import Chunk, JobPlan
 from batchjob.store.context import StoreContext
-from batchjob.store.counts import Counts
+from batchjob.store.counts import RowCounts
 from batchjob.store.fsops import storage_errors
 from batchjob.store.parts import BadPartError, PartInfo
 from batchjob.store.paths import chunk_of_part
@@ -25,7 +25,7 @@ class Catalog:
     def __init__(self, context: StoreContext, plan: JobPlan, warnings: list[str], *, repair: bool = True) -> None:
         # A plan without rows still gives one part, which carries the schema.
         self.chunks: tuple[Chunk, ...] = plan.chunks or (Chunk(0, 0, 0, ()),)
-        self.totals = Counts()  # over the parts in `committed`
+        self.totals = RowCounts()  # over the parts in `committed`
         self.committed: set[int] = set()
         self._by_index = {chunk.index: chunk for chunk in self.chunks}
         self._num_extensions = plan.num_extensions
@@ -40,7 +40,7 @@ class Catalog:
     def chunk(self, index: int) -> Chunk:
         return self._by_index[index]
 
-    def note(self, index: int, counts: Counts) -> None:
+    def note(self, index: int, counts: RowCounts) -> None:
         """A part is known to be good."""
         if index not in self.committed:
             self.committed.add(index)
@@ -76,7 +76,7 @@ class Catalog:
             self.note(index, info.counts)
         return set(self.committed)
 
-    def verify(self) -> Counts:
+    def verify(self) -> RowCounts:
         """Reads every footer anew and returns the sum. Raises StorageError if a chunk has no valid part."""
         present = self.names()
         infos = dict(self._read(sorted(present)))
@@ -87,7 +87,7 @@ class Catalog:
                 f"{len(missing)} of {len(self.chunks)} parts are missing or damaged, the first is "
                 f"{self._context.layout.part(missing[0])}. Run the same command again: their rows are computed anew."
             )
-        counts = Counts()
+        counts = RowCounts()
         for info in infos.values():
             counts.add(info.counts)
         return counts

@@ -17,7 +17,7 @@ from batchjob.plan import Chunk
 from batchjob.records import Completion
 from batchjob.store.commit import Committed, commit_chunk, settle, winner_of
 from batchjob.store.context import StoreContext
-from batchjob.store.counts import Counts
+from batchjob.store.counts import RowCounts
 from batchjob.store.fsops import storage_error, storage_errors
 from batchjob.store.reread import reread
 from batchjob.store.rows import MAX_SAMPLES, FinishedRows
@@ -46,7 +46,7 @@ class OpenChunk:
         self, context: StoreContext, chunk: Chunk, *, on_commit: Callable[[Committed], None] | None = None
     ) -> None:
         self.chunk = chunk
-        self.counts = Counts()
+        self.counts = RowCounts()
         self.num_replayed = 0
         self.num_bad = 0
         self.num_torn = 0

@@ -15,7 +15,7 @@ from batchjob.errors import StorageError
 from batchjob.plan import Chunk
 from batchjob.store.columns import OutputColumns
 from batchjob.store.context import StoreContext
-from batchjob.store.counts import Counts
+from batchjob.store.counts import RowCounts
 from batchjob.store.fsops import storage_error, storage_errors
 from batchjob.store.parts import BadPartError, ContentHash, PartInfo, count_rows, write_part
 from batchjob.store.rows import Records
@@ -30,7 +30,7 @@ class Committed:
 
     chunk_index: int
     num_rows: int  # input rows of the chunk
-    counts: Counts  # output rows
+    counts: RowCounts  # output rows
     won: bool
 
 
@@ -135,7 +135,7 @@ class _Totals:
     """What the footer says about the rows, gathered while they are written."""
 
     def __init__(self, columns: OutputColumns) -> None:
-        self.counts = Counts()
+        self.counts = RowCounts()
         self.hash = ContentHash(columns)
 
 

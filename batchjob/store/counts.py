@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(slots=True)
-class Counts:
+class RowCounts:
     """Numbers of output rows (one per input row and sample) and of their tokens.
 
     `num_prompt_tokens` counts a prompt once per sample, as the output column does.
@@ -33,7 +33,7 @@ class Counts:
         self.num_prompt_tokens += num_prompt_tokens
         self.num_output_tokens += num_output_tokens
 
-    def add(self, other: Counts) -> None:
+    def add(self, other: RowCounts) -> None:
         self.num_ok += other.num_ok
         self.num_error += other.num_error
         self.num_prompt_tokens += other.num_prompt_tokens
@@ -51,7 +51,7 @@ class Counts:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Counts:
+    def from_json(cls, data: Mapping[str, Any]) -> RowCounts:
         """Raises KeyError, TypeError or ValueError on anything else than what `to_json` gives."""
         return cls(
             num_ok=int(data["ok"]),

@@ -18,8 +18,7 @@ from batchjob.store.attempts import attempt_record
 from batchjob.store.fsops import FsOps, create_errors, storage_error, storage_errors
 from batchjob.store.manifest import Manifest
 from batchjob.store.paths import Layout, chunk_of_part
-from batchjob.store.plan_extension import load_plan
-from batchjob.store.plan_files import checksum, plan_to_bytes
+from batchjob.store.plan_files import checksum, load_plan, plan_to_bytes
 from batchjob.store.publish import probe
 from batchjob.store.reread import reread
 

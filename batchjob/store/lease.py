@@ -14,17 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchjob.errors import OutputBusyError, StorageError
 from batchjob.store import liveness
-from batchjob.store.attempts import read_attempt
+from batchjob.store.attempts import AttemptFile, read_attempt
 from batchjob.store.context import StoreContext
 from batchjob.store.fsops import storage_errors
 from batchjob.store.liveness import Watch, is_over
-
-if TYPE_CHECKING:
-    from batchjob.store.store import Store
 
 _NAME = re.compile(r"(\d+)-of-(\d+)\.json")
 _LOOKS_PER_BEAT = 30
@@ -37,10 +34,10 @@ class Lease:
     A thread moves this attempt's counter as long as the lease is open, and calls `on_lost` when another has taken over.
     """
 
-    def __init__(self, store: Store, context: StoreContext, shard: tuple[int, int]) -> None:
+    def __init__(self, context: StoreContext, attempt_file: AttemptFile, shard: tuple[int, int]) -> None:
         """`shard`: number of this shard, number of shards."""
-        self._store = store
         self._context = context
+        self._attempt_file = attempt_file
         self._fs, self._layout = context.fs, context.layout
         self._shard = shard
         self._path = self._layout.leases / "{}-of-{}.json".format(*shard)
@@ -112,7 +109,7 @@ class Lease:
                     continue
                 self._judged.add(holder)
                 record = self._record(holder)
-                over = is_over(record, self._store.attempt_info)
+                over = is_over(record, self._attempt_file.info)
                 if over is None:
                     self._watches.append(Watch(self._context, holder))
                 elif not over:
@@ -166,7 +163,7 @@ class Lease:
         while not self._closed.wait(liveness.BEAT_SECONDS):
             beats += 1
             try:
-                self._store.note_attempt({"beats": beats})
+                self._attempt_file.note({"beats": beats})
             except StorageError:
                 pass  # the store itself says when the disk does not work
             if self._held and not self._is_ours():
@@ -176,7 +173,8 @@ class Lease:
 
     def _what(self) -> str:
         shard, number = self._shard
-        return f"shard {shard} of {number} of {self._store.output}" if number > 1 else str(self._store.output)
+        output = self._layout.root
+        return f"shard {shard} of {number} of {output}" if number > 1 else str(output)
 
     def _busy(self, holder: str, record: Mapping[str, Any] | None) -> OutputBusyError:
         record = record or {}

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from batchjob.errors import ConfigMismatchError
 from batchjob.plan import Chunk
 from batchjob.store.columns import OutputColumns
-from batchjob.store.counts import Counts
+from batchjob.store.counts import RowCounts
 from batchjob.store.fsops import FsOps, Sink
 
 PART_VERSION = 1
@@ -36,7 +36,7 @@ class PartInfo:
     chunk_index: int
     row_index: int
     num_rows: int
-    counts: Counts
+    counts: RowCounts
     content_hash: str  # of the generated columns, see ContentHash
     writer: str
     attempt: str
@@ -82,7 +82,7 @@ class PartInfo:
                 chunk_index=int(get("chunk")),
                 row_index=int(get("row_index")),
                 num_rows=int(get("num_rows")),
-                counts=Counts.from_json(json.loads(get("counts"))),
+                counts=RowCounts.from_json(json.loads(get("counts"))),
                 content_hash=get("content_hash"),
                 writer=get("writer"),
                 attempt=get("attempt"),
@@ -193,7 +193,7 @@ def read_tables(fs: FsOps, path: Path, info: PartInfo) -> Iterator[pa.Table]:
     """The rows of a part, a row group at a time, with page checksums checked. Raises BadPartError at the end unless
     they were those that the footer promises: every row once, in order, with the hash of its generated columns.
     """
-    counts = Counts()
+    counts = RowCounts()
     last = (info.row_index - 1, -1)
     with fs.open_read(path) as file:
         with _damage_is_bad_part():
@@ -223,7 +223,7 @@ def _follow(last: tuple[int, int], rows: list[int], samples: list[int]) -> tuple
     return last
 
 
-def count_rows(counts: Counts, columns: Mapping[str, list[Any]]) -> None:
+def count_rows(counts: RowCounts, columns: Mapping[str, list[Any]]) -> None:
     """Adds rows, given as lists of column values."""
     for kind, prompt, output in zip(
         columns["error_type"], columns["num_prompt_tokens"], columns["num_output_tokens"], strict=True

@@ -12,7 +12,7 @@ from batchjob.store.attempts import is_alive, read_attempt
 from batchjob.store.catalog import Catalog
 from batchjob.store.chunk import OpenChunk
 from batchjob.store.context import MemoryBudget, StoreContext
-from batchjob.store.counts import Counts
+from batchjob.store.counts import RowCounts
 from batchjob.store.creation import load_output
 from batchjob.store.fsops import FsOps, storage_errors
 from batchjob.store.manifest import Manifest
@@ -38,7 +38,7 @@ class Status:
     num_chunks_committed: int
     num_rows_committed: int
     num_rows_logged: int  # complete in the logs of chunks that have no part yet
-    counts: Counts
+    counts: RowCounts
     attempts: list[AttemptStatus] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -105,7 +105,7 @@ def job_status(output: str | Path, *, fs: FsOps | None = None) -> Status:
     warnings: list[str] = []
     catalog = Catalog(context, plan, warnings, repair=False)
     committed = catalog.scan()
-    counts = Counts()
+    counts = RowCounts()
     counts.add(catalog.totals)
     num_logged = 0
     with storage_errors("reading", layout.state):

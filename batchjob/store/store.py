@@ -12,21 +12,18 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
-import threading
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from batchjob.plan import JobPlan
-from batchjob.store.attempts import attempt_record, new_attempt_id, now_text
+from batchjob.store.attempts import AttemptFile, new_attempt_id
 from batchjob.store.catalog import Catalog
 from batchjob.store.chunk import OpenChunk
-from batchjob.store.claims import ChunkClaims, claim_name
+from batchjob.store.claims import ChunkClaims
 from batchjob.store.commit import Committed, commit_chunk
 from batchjob.store.context import DEFAULT_MEMORY_LIMIT, MemoryBudget, StoreContext
-from batchjob.store.counts import Counts
+from batchjob.store.counts import RowCounts
 from batchjob.store.creation import (
     anchor_output,
     create_output,
@@ -41,10 +38,8 @@ from batchjob.store.fsops import FsOps, create_errors, storage_error, storage_er
 from batchjob.store.lease import Lease
 from batchjob.store.manifest import Manifest
 from batchjob.store.paths import Layout
-from batchjob.store.plan_extension import publish_extension
-from batchjob.store.publish import sweep_claims
-
-_TRIAL = re.compile(r"\.\d+$")
+from batchjob.store.plan_files import publish_extension
+from batchjob.store.sweep import sweep
 
 
 class Store:
@@ -74,10 +69,7 @@ class Store:
         self._catalog = Catalog(self._context, plan, self.warnings)
         self._open: list[OpenChunk] = []
         self._started = False
-        self._begun = now_text()
-        self._noting = threading.Lock()
-        self._closed = False
-        self.attempt_info: Mapping[str, Any] = {}  # what is noted about this attempt
+        self._attempt_file = AttemptFile(fs, self._layout, attempt, manifest.job_id)
 
     # -- opening
 
@@ -130,41 +122,23 @@ class Store:
             restore_directories(self._fs, self._layout)
             if not self._fs.access(self._layout.data):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self._layout.data))
-            self._note(info)
+            self._attempt_file.write(info)
             refuse_two_file_systems(self._fs, self._layout, self.attempt)
         self._started = True
         with storage_errors("cleaning up", self._layout.state):
             sweep_unfinished(self._fs, self.output)
-            self._sweep_tmp()
-            committed = self.committed()
-            self._sweep_wal(committed)
-            self._sweep_claims(committed)
+            sweep(self._context, self.committed())
 
     def note_attempt(self, info: Mapping[str, Any]) -> None:
         """Adds to what `start_attempt` noted: a heartbeat counter, the reason of the end. From any thread.
 
         Raises StorageError.
         """
-        with storage_errors("writing", self._layout.attempts):
-            self._note(info)
-
-    def _note(self, info: Mapping[str, Any]) -> None:
-        via = self._layout.tmp / f"attempt.{self.attempt}"
-        with self._noting:
-            if self._closed:
-                return  # a thread that comes late
-            self.attempt_info = {**self.attempt_info, **info}
-            record = attempt_record({"job": self.manifest.job_id, **self.attempt_info}, self._begun)
-            try:
-                self._fs.replace_file(self._layout.attempt(self.attempt), record, via=via)
-            except OSError:
-                with suppress(OSError):
-                    self._fs.unlink_if_there(via)  # or no later note could be written
-                raise
+        self._attempt_file.note(info)
 
     def chunk_claims(self, keeps: Callable[[Mapping[str, Any] | None], bool] = lambda record: False) -> ChunkClaims:
         """The claims of this attempt. After `start_attempt`. `keeps`: see `ChunkClaims`."""
-        return ChunkClaims(self._context, self.attempt_info, keeps)
+        return ChunkClaims(self._context, self._attempt_file.info, keeps)
 
     def is_published(self, index: int) -> bool:
         """Whether a chunk has a part by name. Raises StorageError."""
@@ -178,7 +152,7 @@ class Store:
 
     def lease(self, shard: tuple[int, int]) -> Lease:
         """The lease of a shard, given as its number and the number of shards. Not acquired yet."""
-        return Lease(self, self._context, shard)
+        return Lease(self._context, self._attempt_file, shard)
 
     def extend(self, extension: JobPlan) -> bool:
         """Adds new input files to the job: their chunks follow those of `plan`, which holds them afterwards.
@@ -205,21 +179,21 @@ class Store:
         """
         return self._catalog.scan()
 
-    def counts(self) -> Counts:
+    def counts(self) -> RowCounts:
         """Output rows that are finished: in the parts seen so far and in the chunks open here."""
         counts = self.committed_counts()
         counts.add(self.open_counts())
         return counts
 
-    def committed_counts(self) -> Counts:
+    def committed_counts(self) -> RowCounts:
         """Output rows in the parts seen so far."""
-        counts = Counts()
+        counts = RowCounts()
         counts.add(self._catalog.totals)
         return counts
 
-    def open_counts(self) -> Counts:
+    def open_counts(self) -> RowCounts:
         """Finished output rows in the chunks open here."""
-        counts = Counts()
+        counts = RowCounts()
         for chunk in self._open:
             if not chunk.closed:
                 counts.add(chunk.counts)
@@ -270,14 +244,14 @@ class Store:
             raise ValueError("the plan has rows")
         chunk = self._catalog.chunks[0]
         if chunk.index in self.committed():
-            return Committed(chunk.index, 0, Counts(), won=False)
+            return Committed(chunk.index, 0, RowCounts(), won=False)
         with storage_errors("committing to", self._layout.data):
             try:
                 committed = commit_chunk(self._context, chunk, lambda: (), None)
             except FileNotFoundError:  # whoever finished the job meanwhile has removed our temporary file
                 if chunk.index not in self.committed():
                     raise
-                return Committed(chunk.index, 0, Counts(), won=False)
+                return Committed(chunk.index, 0, RowCounts(), won=False)
         self._on_commit(committed)
         return committed
 
@@ -308,9 +282,7 @@ class Store:
             self._fs.fsync_dir(self._layout.data)
             data = json.dumps(done, indent=1).encode() + b"\n"
             self._fs.replace_file(self._layout.done, data, via=self._layout.tmp / f"done.{self.attempt}")
-            self._sweep_wal(self._catalog.committed)
-            self._sweep_tmp(self._catalog.committed)  # what a process left that died beside this one
-            self._sweep_claims(self._catalog.committed)
+            sweep(self._context, self._catalog.committed, is_finished=True)
         return done
 
     def close(self) -> None:
@@ -322,33 +294,5 @@ class Store:
                 if not chunk.closed:
                     chunk.close()
             self._open = []
-            with self._noting:
-                self._closed = True
-                self._fs.release_anchors()
-
-    # -- cleaning up
-
-    def _sweep_tmp(self, published: Collection[int] = ()) -> None:
-        """Removes the temporary files of attempts that are known to be dead; names are PURPOSE.ATTEMPT[.TRIAL]. Those
-        of `published` chunks are of no use to anybody, also where it cannot be told from here who still lives."""
-        for name in self._fs.listdir(self._layout.tmp):
-            purpose, _, attempt = name.partition(".")
-            attempt = _TRIAL.sub("", attempt)
-            late = purpose.isdigit() and int(purpose) in published
-            if attempt and (late or self._context.is_dead(attempt)):
-                self._fs.unlink_if_there(self._layout.tmp / name)
-
-    def _sweep_claims(self, committed: set[int]) -> None:
-        published = {name for index in committed for name in (self._layout.part(index).name, claim_name(index))}
-        sweep_claims(self._fs, self._layout.claims, published, is_dead=self._context.is_dead)
-
-    def _sweep_wal(self, committed: set[int]) -> None:
-        """Removes the logs that a crash left behind between publishing a part and this."""
-        stale = [
-            index for name in self._fs.listdir(self._layout.wal) if name.isdigit() and (index := int(name)) in committed
-        ]
-        if stale:
-            # Whoever published those parts may have died before this, and their names must be durable first.
-            self._fs.fsync_dir(self._layout.data)
-        for index in stale:
-            self._context.remove_wal(index)
+            self._attempt_file.close()
+            self._fs.release_anchors()

@@ -1,4 +1,4 @@
-"""The table of generated columns: one entry is all that a column needs in the store; what is on disk does not change."""
+"""The table of generated columns: one entry is all that a column needs here, and what is on disk does not change."""
 
 from __future__ import annotations
 

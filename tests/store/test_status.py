@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from batchjob.errors import UsageError
-from batchjob.store import Counts, Store, job_status
+from batchjob.store import RowCounts, Store, job_status
 from batchjob.store.attempts import attempt_record, is_alive, process_identity
 from batchjob.store.paths import Layout
 
@@ -69,7 +69,7 @@ def test_a_job_without_rows_and_no_job(kit: Any, output: Path, tmp_path: Path) -
     kit.Job().run(output, kit.make_plan(0, 4))
     status = job_status(output)
     assert status.complete
-    assert status.counts == Counts()
+    assert status.counts == RowCounts()
     assert "100.0%" in status.render()
     with pytest.raises(UsageError, match="no output directory"):
         job_status(tmp_path)

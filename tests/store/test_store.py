@@ -18,7 +18,7 @@ import pytest
 
 from batchjob.errors import ConfigMismatchError, InputMissingError, OutputCreateError, StorageError, UsageError
 from batchjob.records import Completion
-from batchjob.store import Counts, FsOps, Store
+from batchjob.store import FsOps, RowCounts, Store
 from batchjob.store.attempts import attempt_record
 from batchjob.store.columns import OutputColumns
 from batchjob.store.commit import PartTables
@@ -46,7 +46,7 @@ def test_a_job_from_start_to_end(kit: Any, output: Path) -> None:
     store = kit.Job().run(output, plan)
     assert Store.exists(output)
     kit.check_output(output, plan)
-    assert store.counts() == Counts(
+    assert store.counts() == RowCounts(
         num_ok=20,
         num_error=3,
         num_prompt_tokens=sum(kit.completion(row).num_prompt_tokens for row in range(23)),
@@ -163,7 +163,7 @@ def test_an_added_row_survives_without_flush_or_close(kit: Any, output: Path) ->
     assert set(other.finished) == {(4, 0)}
     assert (other.num_replayed, other.num_bad, other.num_torn) == (1, 0, 0)
     assert other.complete_rows() == {4}
-    assert other.counts == chunk.counts == Counts(1, 0, 7, 3)
+    assert other.counts == chunk.counts == RowCounts(1, 0, 7, 3)
     assert not other.is_complete()
 
 
