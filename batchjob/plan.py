@@ -14,12 +14,12 @@ class InputFile:
     """One input file as it was when planned. A changed file is refused on resume (exit 66)."""
 
     path: str  # absolute
-    format: str  # "jsonl" | "parquet"
-    compression: str  # "" | "gz" | "zst" | "xz" | "bz2" (jsonl only)
+    format: str  # a name in `inputs.formats.table`
+    compression: str  # "" | "gz" | "zst" | "xz" | "bz2" (formats of text only)
     size: int  # bytes
     mtime_ns: int
     num_rows: int
-    digest: str  # see inputs.find.digest; so that a mere touch can be told from a change
+    digest: str  # see inputs.stamps.digest; so that a mere touch can be told from a change
     ctime_ns: int = 0  # of the inode: a change cannot hide it, as it can the other; 0 in plans of earlier versions
 
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchjob.inputs.planner import make_plan
-from batchjob.inputs.reader import read_rows
+from batchjob.inputs.reader import InputReader
 from batchjob.prompts.forms import template_text
 from batchjob.spec import JobSpec
 from batchjob.store.jsontext import column_texts
@@ -44,7 +44,7 @@ def test_a_prompt_gets_what_merge_writes(tmp_path: Path, kind: pa.DataType, valu
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"x": column}), path)
     plan = make_plan(JobSpec(input=(str(path),))).plan
-    found = [record.fields["x"] for record in read_rows(plan, plan.chunks[0], ["x"])]
+    found = [record.fields["x"] for record in InputReader(plan).rows(plan.chunks[0], ["x"])]
     stored = pq.read_table(path).column("x")
     assert found == [json.loads(text) for text in column_texts(stored, pa.field("x", stored.type))]
     for value in found:
@@ -57,4 +57,4 @@ def test_a_column_of_binary_data_is_never_taken_for_text(tmp_path: Path) -> None
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"x": pa.array([b"text"], pa.binary())}), path)
     plan = make_plan(JobSpec(input=(str(path),))).plan
-    assert [record.fields["x"] for record in read_rows(plan, plan.chunks[0], ["x"])] == [b"text"]
+    assert [record.fields["x"] for record in InputReader(plan).rows(plan.chunks[0], ["x"])] == [b"text"]

@@ -10,7 +10,6 @@ import os
 from collections.abc import Sequence
 
 from batchjob.errors import InputMissingError, UsageError
-from batchjob.inputs.formats.parquet import open_parquet
 
 _Key = tuple[int, int]  # tells a directory from others, by whatever path it is reached
 
@@ -57,12 +56,6 @@ def leave_out_answers(pattern: str, paths: Sequence[str], output: str | None) ->
         "job" + ("" if (data, True) in homes.values() else "; name that directory as --input to read them")
         for data, count in left.items()
     ]
-
-
-def is_part_of(path: str, job_id: str) -> bool:
-    """Whether a Parquet file is a part of a job, or a copy of one, by what its footer says. Raises InputDataError."""
-    with open_parquet(path) as file:
-        return (file.metadata.metadata or {}).get(b"batchjob.job_id") == job_id.encode()
 
 
 def _home(folder: str, own: set[_Key]) -> tuple[str, bool] | None:

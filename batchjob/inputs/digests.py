@@ -1,6 +1,6 @@
 """Digests of what is read of an input, so that a later read can be held against the first.
 
-The digest of some JSONL rows is the sum of the rows' BLAKE2b hashes, each salted with the row's ordinal in its file:
+The digest of some rows is the sum of the rows' BLAKE2b hashes, each salted with the row's ordinal in its file:
 sums of parts add up, so one pass over a file gives the digests of whatever chunks are cut later.
 """
 
@@ -16,11 +16,11 @@ from batchjob.records import RowError
 MASK = (1 << 128) - 1
 _MAX_HELD = 64 << 20  # bytes of rows that wait until all of their segment is known to be as planned
 
-Line = tuple[int, int, bytes | RowError]
+RawRow = tuple[int, int, bytes | RowError]  # byte offset, line number, the bytes of the row
 
 
 def row_digest(row: int, raw: bytes | RowError) -> int:
-    """Of the line of one row, or of its error where the line cannot be read. `row` is its ordinal in the file."""
+    """The digest of one row's bytes, or of its error where they cannot be read. `row` is its ordinal in the file."""
     salt = row.to_bytes(16, "little")
     if isinstance(raw, RowError):
         hasher = hashlib.blake2b(raw.type.encode(), digest_size=16, salt=salt, person=b"error")
@@ -29,18 +29,18 @@ def row_digest(row: int, raw: bytes | RowError) -> int:
     return int.from_bytes(hasher.digest(), "little")
 
 
-def same_lines(file: InputFile, segment: Segment, lines: Iterable[Line]) -> Iterator[Line]:
-    """The lines of a segment, handed on once all of them have the digest that the plan gives. Those of a segment that
+def same_rows(file: InputFile, segment: Segment, rows: Iterable[RawRow]) -> Iterator[RawRow]:
+    """The rows of a segment, handed on once all of them have the digest that the plan gives. Those of a segment that
     is too large to be held come at once, and the end is checked. Raises InputMissingError."""
-    held: list[Line] | None = []
+    held: list[RawRow] | None = []
     size = total = 0
-    for row, line in enumerate(lines, segment.first_row):
-        total += row_digest(row, line[2])
+    for row, raw in enumerate(rows, segment.first_row):
+        total += row_digest(row, raw[2])
         if held is None:
-            yield line
+            yield raw
             continue
-        held.append(line)
-        size += len(line[2]) if isinstance(line[2], bytes) else 0
+        held.append(raw)
+        size += len(raw[2]) if isinstance(raw[2], bytes) else 0
         if size > _MAX_HELD:
             yield from held
             held = None

@@ -12,8 +12,9 @@ from dataclasses import replace
 import pyarrow as pa
 
 from batchjob.errors import InputDataError, InputMissingError
-from batchjob.inputs.columns import is_of_folders, look
-from batchjob.inputs.formats.detect import FoundFile
+from batchjob.inputs.folders import is_of_folders
+from batchjob.inputs.formats.base import FoundFile
+from batchjob.inputs.formats.table import format_of
 from batchjob.inputs.planner import PlanResult, plan_files
 from batchjob.inputs.reader import InputReader
 from batchjob.inputs.unify import is_certain, join
@@ -66,9 +67,9 @@ def _check_columns(plan: JobPlan, found: PlanResult, names: str, max_row_bytes: 
                 f"column {field.name!r} is {field.type} in this job but {new_name} in the new files ({names}). Convert "
                 "it there, or run a new job with another --output."
             )
-        if kind == "parquet" and not is_certain(new_type, field.type):
+        if not is_certain(new_type, field.type):
             for file in found.plan.files:
-                look(file.path, field.name, field.type, "run a new job with another --output")
+                format_of(file).check_values(file.path, field.name, field.type, "run a new job with another --output")
 
 
 def _look_at_rows(plan: JobPlan, found: PlanResult, field: pa.Field, max_row_bytes: int) -> None:

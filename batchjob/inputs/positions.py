@@ -2,79 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
 
-import pyarrow as pa
+from batchjob.plan import Segment
 
-from batchjob.inputs.formats import parquet
-from batchjob.inputs.streams import iter_lines
-from batchjob.plan import InputFile, Segment
-from batchjob.records import RowError
+BUSY = 1 << 62  # the row of a position that is being read from
+_MAX_POSITIONS = 4
 
-_BUSY = 1 << 62  # the row of a position while somebody reads from it
-
-Line = tuple[int, int, bytes | RowError]
+T = TypeVar("T")
 
 
-class LinePosition:
-    """An open position in a JSONL file: the row to come next is `row`."""
+class Position(ABC, Generic[T]):
+    """An open place in a file: the row to come next is `row`."""
 
-    def __init__(self, file: InputFile, segment: Segment, max_row_bytes: int) -> None:
-        self.row = segment.first_row
-        self._lines = iter_lines(
-            file.path,
-            file.compression,
-            offset=segment.byte_offset,
-            line=segment.line,
-            max_line_bytes=max_row_bytes,
-        )
+    row: int
 
-    def take(self, segment: Segment) -> Iterator[Line]:
-        skip, self.row = segment.first_row - self.row, _BUSY
-        for _ in islice(self._lines, skip):
-            pass
-        count = 0
-        try:
-            for item in islice(self._lines, segment.num_rows):
-                count += 1
-                yield item
-        finally:
-            self.row = segment.first_row + count
+    @abstractmethod
+    def reaches(self, segment: Segment) -> bool:
+        """Whether reading on to a segment that is not before `row` costs less than opening the file there."""
 
-    def close(self) -> None:
-        self._lines.close()  # type: ignore[attr-defined]  # a generator
+    @abstractmethod
+    def take(self, segment: Segment) -> Iterator[T]:
+        """The contents of a segment, which must not begin before `row`; `row` is BUSY until the iterator ends."""
+
+    @abstractmethod
+    def close(self) -> None: ...
 
 
-class BatchPosition:
-    """An open position in a Parquet file, for one list of columns."""
+class Positions:
+    """The few positions that a reader keeps open; the one that was used least recently is closed for a new one."""
 
-    def __init__(self, file: InputFile, segment: Segment, columns: Sequence[str]) -> None:
-        self.row = segment.first_row
-        self._batches = parquet.iter_batches(file.path, segment.first_row, columns)
-        self._rest: pa.RecordBatch | None = None
+    def __init__(self) -> None:
+        self._open: dict[tuple[int, tuple[str, ...] | None, int], Position[Any]] = {}
+        self._next_key = 0
 
-    def take(self, segment: Segment) -> Iterator[pa.RecordBatch]:
-        skip, left = segment.first_row - self.row, segment.num_rows
-        self.row = _BUSY
-        try:
-            while left > 0:
-                batch = self._rest if self._rest is not None else next(self._batches, None)
-                self._rest = None
-                if batch is None:
-                    return
-                if skip >= batch.num_rows:
-                    skip -= batch.num_rows
-                    continue
-                batch = batch.slice(skip)
-                skip = 0
-                if batch.num_rows > left:
-                    self._rest = batch.slice(left)
-                    batch = batch.slice(0, left)
-                left -= batch.num_rows
-                yield batch
-        finally:
-            self.row = segment.first_row + segment.num_rows - left
+    def take(
+        self, segment: Segment, columns: tuple[str, ...] | None, open_position: Callable[[], Position[T]]
+    ) -> Iterator[T]:
+        """The contents of a segment through the closest open position for these columns of its file, or a new one."""
+        position = self._closest(segment, columns)
+        if position is None or not position.reaches(segment):
+            position = self._keep(open_position(), segment.file_index, columns)
+        return position.take(segment)
 
     def close(self) -> None:
-        self._batches.close()  # type: ignore[attr-defined]  # a generator
+        for position in self._open.values():
+            position.close()
+        self._open.clear()
+
+    def _closest(self, segment: Segment, columns: tuple[str, ...] | None) -> Position[Any] | None:
+        """The open position closest before the segment, if any."""
+        best = None
+        for key, position in self._open.items():
+            if (
+                key[:2] == (segment.file_index, columns)
+                and position.row <= segment.first_row
+                and (best is None or position.row > self._open[best].row)
+            ):
+                best = key
+        if best is None:
+            return None
+        found = self._open.pop(best)
+        self._open[best] = found  # most recently used last
+        return found
+
+    def _keep(self, position: Position[T], file_index: int, columns: tuple[str, ...] | None) -> Position[T]:
+        while len(self._open) >= _MAX_POSITIONS:
+            self._open.pop(next(iter(self._open))).close()
+        self._next_key += 1
+        self._open[file_index, columns, self._next_key] = position
+        return position

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, Protocol
 
 from batchjob.errors import StorageError
@@ -204,7 +204,7 @@ class _Pushback:
 
 def iter_lines(
     path: str, compression: str, *, offset: int = 0, line: int = 1, max_line_bytes: int
-) -> Iterator[tuple[int, int, bytes | RowError]]:
+) -> Generator[tuple[int, int, bytes | RowError], None, None]:
     """(byte offset, physical line number, line without its newline byte) for every line that is not blank.
 
     Only the newline byte ends a line. A byte order mark at the start of the file is left out. A line longer than

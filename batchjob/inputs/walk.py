@@ -11,8 +11,9 @@ import stat
 from collections.abc import Iterator
 
 from batchjob.errors import InputDataError, InputMissingError, UsageError
+from batchjob.inputs.formats.table import ENDINGS, is_data
 from batchjob.inputs.left_out import LeftOut
-from batchjob.inputs.names import base_name, is_data, is_hidden
+from batchjob.inputs.names import base_name, is_hidden
 
 _NOT_STORED = re.compile(r"/dev/(stdin|fd/.*)|/proc/[^/]+/fd/.*")
 
@@ -36,8 +37,8 @@ def expand(pattern: str) -> tuple[list[str], list[str]]:
     if os.path.lexists(path) or not glob.has_magic(path):
         walk.take(path)
         if not walk.found and not walk.maybe:
-            kinds = "no .jsonl, .ndjson, .json or .parquet file"
-            raise InputMissingError("; ".join([f"--input {pattern}: the directory holds {kinds}", *walk.said(pattern)]))
+            message = f"--input {pattern}: the directory holds no {', '.join(ENDINGS)} or .json file"
+            raise InputMissingError("; ".join([message, *walk.said(pattern)]))
     else:
         walk.match("/", path.split("/")[1:])
         walk.take_folders()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _ROW_BYTES = 60  # of the columns that every output row has, compressed
 _USUAL_TOKENS = 200  # of an output whose length nobody has limited to less
-_PACKED = 0.4  # size of carried columns in a part, of their size in a plain JSONL file
+_PACKED = 0.4  # size of carried columns in a part, of their size in a plain file of text
 _OPEN_ROWS_FACTOR = 4  # a row in a log takes more than in a part; logs hold open chunks only
 
 
@@ -35,8 +35,9 @@ def expected_bytes(spec: JobSpec, settings: Settings, plan: JobPlan, todo: Seque
     in_logs = max(chunk.num_rows for chunk in todo) * settings.sampling.n * per_output * _OPEN_ROWS_FACTOR
     carried = 0.0
     if plan.columns:
-        plain = {file: file.format == "jsonl" and not file.compression for file in plan.files}
-        packed = sum(file.size * (_PACKED if plain[file] else 1) for file in plan.files)
+        from batchjob.inputs.formats.table import format_of
+
+        packed = sum(file.size * (1 if file.compression or format_of(file).magic else _PACKED) for file in plan.files)
         carried = packed * num_rows / max(plan.num_rows, 1)
     return int(generated + in_logs + carried)
 

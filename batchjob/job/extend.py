@@ -16,7 +16,7 @@ from batchjob.report.progress import counted, duration
 from batchjob.spec import JobSpec
 
 if TYPE_CHECKING:
-    from batchjob.inputs.formats.detect import FoundFile
+    from batchjob.inputs.formats.base import FoundFile
     from batchjob.inputs.planner import PlanResult
     from batchjob.store.store import Store
 
@@ -29,7 +29,8 @@ def find_new_inputs(spec: JobSpec, plan: JobPlan, echo: Echo) -> tuple[list[Foun
 
     Raises InputMissingError where a planned file is gone, changed, or not in `--input`.
     """
-    from batchjob.inputs.find import check_size, find_inputs
+    from batchjob.inputs.find import find_inputs
+    from batchjob.inputs.stamps import check_size
 
     found, warnings = find_inputs(spec.input, spec.output)
     for line in warnings:
@@ -80,8 +81,8 @@ def _second_names(planned: Sequence[str], paths: Sequence[str]) -> set[str]:
 
 def _changes(plan: JobPlan, index: int, file: InputFile, max_row_bytes: int) -> str | None:
     """As `check_unchanged`, which knows the ends of a JSONL file that is not read whole; its rows are compared here."""
-    from batchjob.inputs.find import check_unchanged
     from batchjob.inputs.reader import InputReader
+    from batchjob.inputs.stamps import check_unchanged
 
     warning = check_unchanged(file)
     if warning is None or not _has_lines(plan, index):
@@ -132,9 +133,9 @@ def _moved(
     plan: JobPlan, index: int, path: str, known: dict[tuple[str, str], str], max_row_bytes: int
 ) -> InputFile | None:
     """The planned file at another path of its size, if that holds the same bytes. `known` keeps digests of paths."""
-    from batchjob.inputs.find import WHOLE, digest
-    from batchjob.inputs.names import partition_values
+    from batchjob.inputs.folders import partition_values
     from batchjob.inputs.reader import InputReader
+    from batchjob.inputs.stamps import WHOLE, digest
 
     file = plan.files[index]
     if partition_values(path) != partition_values(file.path):
@@ -165,8 +166,8 @@ def extend(spec: JobSpec, store: Store, source: PromptSource | None, echo: Echo)
 
     Raises InputDataError where the new files do not fit the job's columns or prompts.
     """
-    from batchjob.inputs.answers import is_part_of
     from batchjob.inputs.extend import plan_extension
+    from batchjob.inputs.formats.table import FORMATS
 
     if source is None:
         raise UsageError(
@@ -175,7 +176,7 @@ def extend(spec: JobSpec, store: Store, source: PromptSource | None, echo: Echo)
     while new := find_new_inputs(spec, store.plan, lambda line: None)[0]:
         started = time.monotonic()
         for file in new:
-            if file.format == "parquet" and is_part_of(file.path, store.manifest.job_id):
+            if FORMATS[file.format].job_id(file.path) == store.manifest.job_id:
                 raise InputDataError(f"{file.path} is a copy of answers of this very job: leave it out of --input")
         planned = plan_extension(spec, store.plan, new, num_workers_hint=spec.num_shards)
         if planned.plan.num_rows:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from batchjob import __version__
 from batchjob.errors import ConfigMismatchError, UsageError
-from batchjob.inputs.shared_streams import shared_streams
 from batchjob.job.chunk_source import OwnChunks, SharedChunks
 from batchjob.job.devices import only_device
 from batchjob.job.disk_space import expected_bytes, refuse_damaged_settings, space_warning
@@ -140,6 +139,8 @@ def open_job(
 ) -> Job:
     """The job in `spec.output`: made now, or found there and held against `spec`. A new one keeps `asked` as a record
     of what it was started with. Nothing is made where `check` refuses the model."""
+    from batchjob.inputs.planner import shared_streams
+
     output = Path(spec.output or "")
     job = _resume(spec, output, echo) if Store.exists(output) else _create(spec, output, echo, asked or spec, check)
     for warning in shared_streams(job.store.plan, spec.num_shards):

@@ -37,7 +37,7 @@ def _check_file(file: InputFile) -> None:
         raise ValueError("an input file is not described by text")
     if not file.path.startswith("/") or "\0" in file.path:
         raise ValueError(f"{file.path!r} is no absolute path")
-    if file.format not in ("jsonl", "parquet") or file.compression not in ("", "gz", "zst", "xz", "bz2"):
+    if not file.format or file.compression not in ("", "gz", "zst", "xz", "bz2"):  # the reader knows the formats
         raise ValueError(f"{file.path!r} has no known format")
     if not all(_is_count(number) for number in (file.size, file.num_rows)) or not all(
         type(time) is int for time in (file.mtime_ns, file.ctime_ns)

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchjob.errors import InputMissingError
-from batchjob.inputs.find import check_unchanged
 from batchjob.inputs.planner import PlanResult
 from batchjob.inputs.reader import InputReader
+from batchjob.inputs.stamps import check_unchanged
 
 PlanOf = Callable[..., PlanResult]
 

@@ -11,9 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchjob.errors import InputDataError, InputMissingError, UsageError
-from batchjob.inputs.find import check_unchanged, find_inputs
+from batchjob.inputs.find import find_inputs
 from batchjob.inputs.formats.detect import detect
 from batchjob.inputs.planner import PlanResult
+from batchjob.inputs.stamps import check_unchanged
 
 Write = Callable[[str, bytes], Path]
 PlanOf = Callable[..., PlanResult]

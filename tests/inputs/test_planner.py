@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchjob.errors import InputDataError
-from batchjob.inputs import planner
+from batchjob.inputs import planner, row_index
 from batchjob.inputs.planner import PlanResult, chunk_size, make_plan
 from batchjob.inputs.reader import InputReader
 from batchjob.plan import JobPlan
@@ -88,7 +88,7 @@ def test_every_row_is_in_one_chunk_and_every_chunk_can_be_read_alone(
 def test_the_index_of_positions_stays_small(
     tmp_path: Path, write_jsonl: WriteJsonl, monkeypatch: pytest.MonkeyPatch, plan_of: PlanOf
 ) -> None:
-    monkeypatch.setattr(planner, "_MAX_INDEX", 8)
+    monkeypatch.setattr(row_index, "_MAX_INDEX", 8)
     monkeypatch.setattr(planner, "MIN_CHUNK", 2)
     path = write_jsonl(tmp_path / "a.jsonl", [{"a": index} for index in range(1000)])
     plan = plan_of(path).plan
@@ -97,6 +97,20 @@ def test_the_index_of_positions_stays_small(
     reader = InputReader(plan)
     assert [r.fields["a"] for chunk in plan.chunks for r in reader.rows(chunk, None)] == list(range(1000))
     reader.close()
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_chunk_size_that_is_given_makes_as_many_chunks_as_that_takes(
+    tmp_path: Path, write_jsonl: WriteJsonl, monkeypatch: pytest.MonkeyPatch, plan_of: PlanOf, ending: str
+) -> None:
+    monkeypatch.setattr(planner, "MAX_PARTS", 8)
+    rows = [{"a": index} for index in range(100)]
+    path = tmp_path / f"a.{ending}"
+    if ending == "jsonl":
+        write_jsonl(path, rows)
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    assert [chunk.num_rows for chunk in plan_of(path, chunk_rows=5).plan.chunks] == [5] * 20
 
 
 def test_a_plan_is_deterministic(tmp_path: Path, write_jsonl: WriteJsonl, plan_of: PlanOf) -> None:

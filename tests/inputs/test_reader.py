@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchjob.errors import InputDataError, InputMissingError
-from batchjob.inputs import positions
+from batchjob.inputs.formats import jsonl
 from batchjob.inputs.planner import PlanResult
-from batchjob.inputs.reader import InputReader, read_carried, read_rows
+from batchjob.inputs.reader import InputReader
 
 PlanOf = Callable[..., PlanResult]
 WriteJsonl = Callable[[Path, Iterable[Any]], Path]
@@ -48,7 +48,7 @@ def test_chunks_read_the_same_in_any_order(result: PlanResult) -> None:
 
 def test_rows_to_skip_keep_the_ordinals_of_the_others(result: PlanResult) -> None:
     chunk = result.plan.chunks[1]
-    found = list(read_rows(result.plan, chunk, ["a"], skip={7, 9, 13}))
+    found = list(InputReader(result.plan).rows(chunk, ["a"], skip={7, 9, 13}))
     assert [(r.row_index, r.fields["a"]) for r in found] == [(8, 8), (10, 10), (11, 11), (12, 12)]
 
 
@@ -67,8 +67,8 @@ def test_chunks_in_nearly_sorted_order_unpack_a_file_at_most_twice(
 ) -> None:
     result = plan_of(write(f"a.jsonl.{ending}", LINES), chunk_rows=7)
     opened: list[str] = []
-    real = positions.iter_lines
-    monkeypatch.setattr(positions, "iter_lines", lambda path, *a, **k: opened.append(path) or real(path, *a, **k))
+    real = jsonl.iter_lines
+    monkeypatch.setattr(jsonl, "iter_lines", lambda path, *a, **k: opened.append(path) or real(path, *a, **k))
     reader = InputReader(result.plan)
     order = [1, 0, 3, 2, 4, 6, 5, 7, 8, 10, 9]
     for index in order:
@@ -79,9 +79,9 @@ def test_chunks_in_nearly_sorted_order_unpack_a_file_at_most_twice(
 def test_a_column_past_what_one_arrow_array_holds_comes_in_several(
     write: Write, plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("batchjob.inputs.reader._CARRIED_BYTES", 100)  # of which 2 GiB would be the limit
+    monkeypatch.setattr("batchjob.inputs.formats.row_format._CARRIED_BYTES", 100)  # of which 2 GiB would be the limit
     result = plan_of(write("a.jsonl", LINES), chunk_rows=50)
-    table = read_carried(result.plan, result.plan.chunks[1])
+    table = InputReader(result.plan).carried(result.plan.chunks[1])
     assert table["b"].num_chunks > 5
     assert table["b"].to_pylist() == [f"row {index}" for index in range(50, 100)]
 
@@ -93,7 +93,7 @@ def test_more_than_2_gib_of_one_carried_column(tmp_path: Path, plan_of: PlanOf) 
         for index in range(45):
             file.write(b'{"a": %d, "b": "%s"}\n' % (index, b"x" * (50 << 20)))
     result = plan_of(path, chunk_rows=45)
-    table = read_carried(result.plan, result.plan.chunks[0])
+    table = InputReader(result.plan).carried(result.plan.chunks[0])
     assert table.nbytes > 2 << 30
     assert table["a"].to_pylist() == list(range(45))
 
@@ -112,7 +112,7 @@ def test_row_groups_before_a_chunk_are_not_decoded(
         return real(self, size, row_groups=row_groups, **options)
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", spy)
-    assert read_carried(result.plan, result.plan.chunks[7])["a"].to_pylist() == list(range(70, 80))
+    assert InputReader(result.plan).carried(result.plan.chunks[7])["a"].to_pylist() == list(range(70, 80))
     assert asked == [[7]]
 
 
@@ -121,9 +121,9 @@ def test_the_named_columns_alone_are_decoded(tmp_path: Path, plan_of: PlanOf) ->
     pq.write_table(pa.table({"a": [1], "b": ["x"], "wide": ["y" * 1000]}), path)
     result = plan_of(path, keep_columns="a")
     chunk = result.plan.chunks[0]
-    assert [dict(r.fields) for r in read_rows(result.plan, chunk, ["b"])] == [{"b": "x"}]
-    assert [dict(r.fields) for r in read_rows(result.plan, chunk, [])] == [{}]
-    assert read_carried(result.plan, chunk).column_names == ["a"]
+    assert [dict(r.fields) for r in InputReader(result.plan).rows(chunk, ["b"])] == [{"b": "x"}]
+    assert [dict(r.fields) for r in InputReader(result.plan).rows(chunk, [])] == [{}]
+    assert InputReader(result.plan).carried(chunk).column_names == ["a"]
 
 
 def test_bad_lines_keep_their_ordinals_and_carry_nulls(write: Write, plan_of: PlanOf) -> None:
@@ -151,7 +151,7 @@ def test_json_columns_hold_what_was_written(write: Write, plan_of: PlanOf) -> No
     result = plan_of(path)
     assert result.plan.columns["v"] == "json"
     (chunk,) = result.plan.chunks
-    assert read_carried(result.plan, chunk)["v"].to_pylist() == ["7.0", '"7"', None, None, "[1,  2]", '"\ufffd"']
+    assert InputReader(result.plan).carried(chunk)["v"].to_pylist() == ["7.0", '"7"', None, None, "[1,  2]", '"\ufffd"']
 
 
 def test_a_parquet_string_that_is_not_utf8_is_a_row_error(tmp_path: Path, plan_of: PlanOf) -> None:
@@ -159,7 +159,7 @@ def test_a_parquet_string_that_is_not_utf8_is_a_row_error(tmp_path: Path, plan_o
     bad = pa.Array.from_buffers(pa.string(), 2, pa.array([b"ok", b"caf\xe9"]).buffers())
     pq.write_table(pa.table({"p": bad}), path)
     result = plan_of(path)
-    first, second = read_rows(result.plan, result.plan.chunks[0], ["p"])
+    first, second = InputReader(result.plan).rows(result.plan.chunks[0], ["p"])
     assert (first.error, first.fields) == (None, {"p": "ok"})
     assert second.error is not None
     assert second.error.type == "invalid_encoding"
@@ -223,4 +223,4 @@ def test_damaged_pages_of_a_parquet_file_name_file_and_row(tmp_path: Path, plan_
     path.write_bytes(data)
     result = plan_of(path)
     with pytest.raises(InputDataError, match=r"a\.parquet.*row"):
-        list(read_rows(result.plan, result.plan.chunks[0], ["p"]))
+        list(InputReader(result.plan).rows(result.plan.chunks[0], ["p"]))

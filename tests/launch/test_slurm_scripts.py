@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from batchjob.cli import main
 from batchjob.errors import UsageError
-from batchjob.inputs.shared_streams import shared_streams
+from batchjob.inputs.planner import shared_streams
 from batchjob.launch.slurm_scripts import Scripts, check_options, flag_arguments
 from batchjob.spec import JobSpec, load_toml, spec_fields
 

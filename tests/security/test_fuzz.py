@@ -22,7 +22,6 @@ from batchjob.inputs.streams import iter_lines
 from batchjob.records import ROW_ERROR_TYPES, Completion, RowError
 from batchjob.spec import JobSpec
 from batchjob.store import wal
-from batchjob.store.columns import OutputColumns
 
 json_values: Any = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -79,7 +78,7 @@ def test_lines_of_any_bytes(tmp_path: Path, data: bytes, compression: str, limit
 
 def log_of(number: int) -> bytes:
     return b"".join(
-        wal.frame(OutputColumns(["output_token_ids"]).encode(Completion(i, 0, 3, [i], f"text {i} é", "stop"), 1))
+        wal.frame(wal.encode_record(Completion(i, 0, 3, [i], f"text {i} é", "stop"), 1, with_token_ids=True))
         for i in range(number)
     )
 
@@ -116,8 +115,7 @@ READ_DAMAGED = """
 import os, random, resource, sys
 from pathlib import Path
 from batchjob.errors import BatchJobError
-from batchjob.inputs import planner
-from batchjob.inputs.formats import parquet_footers as footers
+from batchjob.inputs.formats import parquet, parquet_footers
 from batchjob.inputs.planner import make_plan
 from batchjob.inputs.reader import InputReader
 from batchjob.spec import JobSpec
@@ -132,12 +130,12 @@ def check_footers(paths):
     pid = os.fork()
     if pid == 0:
         os.close(2)
-        footers.look(paths[0])
+        parquet_footers.look(paths[0])
         os._exit(0)
     if os.waitpid(pid, 0)[1]:
         raise BatchJobError("its footer is damaged")
 
-planner.check_footers = check_footers
+parquet.check_footers = check_footers
 for trial in range(number):
     data = bytearray(good)
     for _ in range(rng.choice([1, 1, 2, 8])):

@@ -17,8 +17,8 @@ import pytest
 import zstandard
 
 from batchjob.errors import InputDataError
-from batchjob.inputs import reader, streams
-from batchjob.inputs.formats import jsonl, parquet
+from batchjob.inputs import streams
+from batchjob.inputs.formats import jsonl, parquet, parquet_file
 from batchjob.inputs.planner import make_plan
 from batchjob.records import RowError
 from batchjob.spec import JobSpec
@@ -109,11 +109,11 @@ def dictionary_bomb(path: Path, *, num_rows: int, size: int) -> Path:
 
 
 def test_a_batch_of_a_dictionary_bomb_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet, "_WORST_BATCH_BYTES", 8 << 20)
+    monkeypatch.setattr(parquet_file, "_WORST_BATCH_BYTES", 8 << 20)
     path = dictionary_bomb(tmp_path / "bomb.parquet", num_rows=2_000, size=1 << 20)
     assert path.stat().st_size < 1 << 20
     rows = 0
-    for batch in parquet.iter_batches(str(path), 0, ["prompt"]):
+    for batch in parquet_file.iter_batches(str(path), 0, ["prompt"]):
         assert batch.nbytes < 10 << 20
         rows += batch.num_rows
     assert rows == 2_000
@@ -122,8 +122,8 @@ def test_a_batch_of_a_dictionary_bomb_is_small(tmp_path: Path, monkeypatch: pyte
 # VmHWM is of this program alone; the resource usage of a process begins with the peak of the one that started it.
 MEASURE = """
 import re, sys
-from batchjob.inputs.formats import parquet
-rows = sum(batch.num_rows for batch in parquet.iter_batches(sys.argv[1], 0, ["prompt"]))
+from batchjob.inputs.formats import parquet_file
+rows = sum(batch.num_rows for batch in parquet_file.iter_batches(sys.argv[1], 0, ["prompt"]))
 print(rows, int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) // 1024)
 """
 
@@ -142,13 +142,13 @@ def test_the_memory_of_a_dictionary_bomb_is_bounded(tmp_path: Path) -> None:
 def test_ordinary_dictionaries_keep_their_batches_large(tmp_path: Path) -> None:
     path = tmp_path / "ordinary.parquet"
     pq.write_table(pa.table({"prompt": [f"text {i % 700}" for i in range(50_000)]}), path)
-    assert max(batch.num_rows for batch in parquet.iter_batches(str(path), 0, ["prompt"])) == 4096
+    assert max(batch.num_rows for batch in parquet_file.iter_batches(str(path), 0, ["prompt"])) == 4096
 
 
 def test_carried_columns_that_do_not_fit_are_refused_with_a_remedy(
     run_job: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "_MAX_CARRIED_BYTES", 1 << 20)
+    monkeypatch.setattr(parquet, "_MAX_CARRIED_BYTES", 1 << 20)
     pq.write_table(pa.table({"prompt": ["a"] * 64, "large": ["y" * 50_000] * 64}), tmp_path / "in.parquet")
     with pytest.raises(InputDataError, match="--keep-columns"):
         run_job(tmp_path / "in.parquet")

@@ -6,11 +6,13 @@ What batchjob does not read is refused here by its own name, before it can becom
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from batchjob.errors import InputDataError, InputMissingError
-from batchjob.inputs.names import PARQUET_NAMES, base_name
+from batchjob.inputs.formats.base import Format, FoundFile
+from batchjob.inputs.formats.table import DEFAULT, FORMATS
+from batchjob.inputs.names import base_name
 from batchjob.inputs.streams import DamagedError, open_bytes
 from batchjob.inputs.walk import check_regular
 
@@ -50,13 +52,6 @@ _LFS = b"version https://git-lfs.github.com/spec/"
 _ANNEX = b"/annex/objects/"
 
 
-@dataclass(frozen=True, slots=True)
-class FoundFile:
-    path: str  # absolute
-    format: str  # "jsonl" | "parquet"
-    compression: str  # "" | "gz" | "zst" | "xz" | "bz2"
-
-
 def detect(path: str) -> FoundFile:
     """Raises InputMissingError (cannot be read) and InputDataError (no file, or not a format that is read)."""
     size = check_regular(path).st_size
@@ -70,27 +65,29 @@ def detect(path: str) -> FoundFile:
         raise InputDataError(
             f"{path} holds more than its size says, as files of /proc do; copy it to a real file first"
         )
-    if head.startswith(b"PAR1"):
-        return FoundFile(path, "parquet", "")
+    if (format := _by_content(head)) is not None:
+        return FoundFile(path, format.name, "")
     base = base_name(path)
     _refuse_pointer(path, head)
-    if base.endswith(PARQUET_NAMES):
+    format = next((format for format in FORMATS.values() if base.endswith(format.endings)), None)
+    if format is not None and format.magic:
         hint = "it is compressed as a whole; unpack it" if compression else "corrupt?"
-        raise InputDataError(f"{path} is not a Parquet file ({hint})")
+        raise InputDataError(f"{path} is not a {format.title} file ({hint})")
     if compression:
         _refuse_inside(path, compression)
-        return FoundFile(path, "jsonl", compression)
+        return FoundFile(path, (format or DEFAULT).name, compression)
     _refuse(path, "", head)
-    if base.endswith(_NAMES_REFUSED):
+    if format is None and base.endswith(_NAMES_REFUSED):
         raise InputDataError(f"{path}: {Path(base).suffix} files are not read; convert to JSONL or Parquet")
-    return FoundFile(path, "jsonl", "")
+    return FoundFile(path, (format or DEFAULT).name, "")
 
 
-def _compression(file: object, head: bytes) -> str:
+def _by_content(head: bytes) -> Format | None:
+    return next((format for format in FORMATS.values() if format.magic and head.startswith(format.magic)), None)
+
+
+def _compression(file: BinaryIO, head: bytes) -> str:
     """By the first bytes. zstd may begin with frames to be skipped, as pzstd writes them; lz4 may too."""
-    import io
-
-    assert isinstance(file, io.BufferedReader)
     at = 0
     while len(head) >= 8 and head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F:
         at += 8 + int.from_bytes(head[4:8], "little")
@@ -129,9 +126,9 @@ def _refuse_inside(path: str, compression: str) -> None:
         with closing(open_bytes(path, compression)) as source:
             head = source.read(_HEAD)[:_HEAD]
     except (DamagedError, OSError):
-        return  # whoever reads the rows meets it again, and says where
-    if head.startswith(b"PAR1"):
-        raise InputDataError(f"{path} is a Parquet file that is compressed as a whole; unpack it")
+        return  # the scan of the rows meets it again, and says where
+    if (format := _by_content(head)) is not None:
+        raise InputDataError(f"{path} is a {format.title} file that is compressed as a whole; unpack it")
     for magic, name in _PACKED.items():
         if head.startswith(magic):
             raise InputDataError(f"{path} is compressed twice ({compression}, then {name}); unpack it")

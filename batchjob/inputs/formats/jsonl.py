@@ -1,4 +1,4 @@
-"""JSON Lines: one line to one row, column types over a whole input, and values as they were written.
+"""JSON Lines: one line to one row, and values as they were written.
 
 Rules: a row is one JSON object in UTF-8. NaN and Infinity are not JSON. Of a key given twice the last value counts.
 Half of a surrogate pair, as an escape in any key or string, makes the row a row error (`invalid_encoding`); its
@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from json import decoder as _json_decoder
 from typing import Any
 
+from batchjob.errors import InputDataError
+from batchjob.inputs.digests import RawRow
+from batchjob.inputs.formats.row_format import Parsed, RowFormat
+from batchjob.inputs.streams import iter_lines
 from batchjob.records import RowError
 
-MAX_COLUMNS = 4096
 MAX_DEPTH = 256  # of lists and objects: far from where Python's own reader gives up, which depends on its caller
 
-_INT, _BIG_INT, _FLOAT, _BOOL, _STRING, _OTHER = 1, 2, 4, 8, 16, 32
-_KINDS = {_INT: "int64", _FLOAT: "double", _BOOL: "bool", _STRING: "string", 0: "string"}
-_BITS: dict[type, int] = {str: _STRING, bool: _BOOL, float: _FLOAT, int: _INT, type(None): 0}
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _HALF_PAIR_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -38,7 +38,7 @@ _scan_value: Callable[[str, int], tuple[Any, int]] = _decoder.scan_once  # type:
 _scan_string: Callable[[str, int, bool], tuple[str, int]] = _json_decoder.scanstring  # type: ignore[attr-defined]
 
 
-def parse_row(raw: bytes) -> tuple[dict[str, Any] | None, RowError | None]:
+def parse_row(raw: bytes) -> Parsed:
     """The object on one line. A row with half of a surrogate pair gives both: the object, mended, and the error."""
     try:
         text = raw.decode()
@@ -89,44 +89,6 @@ def _mend(value: Any) -> Any:
     return value
 
 
-class ColumnTypes:
-    """Collects the types of every top-level column over all rows, then names how each is stored.
-
-    One scalar type over the whole input (nulls aside) gives "int64", "double", "bool" or "string". Anything else is
-    "json": mixed types, lists, objects, integers and floats together, integers beyond int64, floats beyond double.
-    """
-
-    def __init__(self) -> None:
-        self._seen: dict[str, int] = {}
-
-    def add(self, row: dict[str, Any]) -> None:
-        seen = self._seen
-        for key, value in row.items():
-            bits = _BITS.get(value.__class__, _OTHER)
-            if bits & (_INT | _FLOAT):
-                if bits == _INT:
-                    if not -(1 << 63) <= value < 1 << 63:
-                        bits = _BIG_INT
-                elif value - value != 0.0:  # 1e999 reads as infinity
-                    bits = _OTHER
-            try:
-                if seen[key] | bits != seen[key]:
-                    seen[key] |= bits
-            except KeyError:
-                seen[key] = bits
-
-    def __len__(self) -> int:
-        return len(self._seen)
-
-    def kinds(self) -> dict[str, str]:
-        """Column name to kind, in order of first appearance. A column of nulls alone is a "string"."""
-        return {key: _KINDS.get(bits, "json") for key, bits in self._seen.items()}
-
-    def only_null(self) -> frozenset[str]:
-        """The columns in which no row has a value."""
-        return frozenset(key for key, bits in self._seen.items() if not bits)
-
-
 def raw_values(text: str, wanted: Iterable[str]) -> dict[str, str]:
     """The JSON text of some top-level values exactly as written: 7.0, 1e2 and long integers keep their form.
 
@@ -152,6 +114,34 @@ def raw_values(text: str, wanted: Iterable[str]) -> dict[str, str]:
         index = end
 
 
-def json_text(value: Any) -> str | None:
-    """JSON text of a value that has no line of its own to be copied from; None stays None."""
-    return None if value is None else json.dumps(value, ensure_ascii=False)
+class Jsonl(RowFormat):
+    """JSON Lines, plain or compressed. A file that nothing else claims is taken for it."""
+
+    name = "jsonl"
+    title = "JSONL"
+    endings = (".jsonl", ".ndjson")
+    row_noun = "a JSON object"
+    advice = "batchjob reads JSON Lines: one object per line. Convert the file, or leave it out"
+
+    def raw_rows(
+        self, path: str, compression: str, *, offset: int = 0, line: int = 1, max_row_bytes: int
+    ) -> Generator[RawRow, None, None]:
+        return iter_lines(path, compression, offset=offset, line=line, max_line_bytes=max_row_bytes)
+
+    def parse(self, raw: bytes) -> Parsed:
+        return parse_row(raw)
+
+    def json_texts(self, raw: bytes, columns: Collection[str]) -> Mapping[str, str]:
+        return raw_values(raw.decode(), columns)
+
+    def check_first_row(self, path: str, raw: bytes) -> None:
+        """A file that holds one document over many lines is known by its first line, and refused with what to do."""
+        text = raw.strip()
+        if text in (b"{", b"["):
+            kind = "an indented JSON object" if text == b"{" else "a JSON array"
+            how = "jq -c ." if text == b"{" else "jq -c '.[]'"
+            raise InputDataError(f"{path} is {kind}, not JSON Lines; convert it with: {how} FILE > FILE.jsonl")
+        if text.startswith(b"[{") and text.endswith(b"}]"):
+            raise InputDataError(
+                f"{path} is a JSON array, not JSON Lines; convert it with: jq -c '.[]' FILE > FILE.jsonl"
+            )

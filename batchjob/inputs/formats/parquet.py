@@ -1,151 +1,170 @@
-"""Parquet: footers for planning, batches of rows from any row on, with bounded memory."""
+"""Parquet: planned from the footers alone, columns and types as the files name them."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Generator, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batchjob.errors import InputDataError
-from batchjob.json_values import is_binary, json_values
+from batchjob.inputs.folders import partition_values
+from batchjob.inputs.formats.base import Format, FoundFile, Reading, Scan, ScanOptions, changed
+from batchjob.inputs.formats.parquet_columns import carried_batch, check_column, column_names, unify_schemas
+from batchjob.inputs.formats.parquet_file import Undecodable, column_values, iter_batches, open_parquet
+from batchjob.inputs.formats.parquet_footers import check_footers
+from batchjob.inputs.positions import BUSY, Position
+from batchjob.plan import InputFile, Segment
+from batchjob.records import Record, RowError
 
-_BATCH_BYTES = 8 << 20  # decoded bytes aimed at per batch
-_WORST_BATCH_BYTES = 256 << 20  # and never exceeded, but by a single row
-_MAX_THRIFT_STRING = 100 << 20  # bytes of one text in a footer
-_MAX_THRIFT_ITEMS = 1_000_000  # of one list in a footer: row groups, columns, pairs of metadata
-
-
-def open_parquet(path: str) -> pq.ParquetFile:
-    """Reads the footer only. Column chunks are streamed, not loaded whole. Raises InputDataError."""
-    try:
-        file = pq.ParquetFile(
-            pa.OSFile(os.fsencode(path)),  # a path as text would have to be UTF-8
-            buffer_size=1 << 20,
-            pre_buffer=False,
-            page_checksum_verification=True,
-            coerce_int96_timestamp_unit="us",  # as nanoseconds, the default, the year 9999 would wrap to 1816
-            thrift_string_size_limit=_MAX_THRIFT_STRING,
-            thrift_container_size_limit=_MAX_THRIFT_ITEMS,
-        )
-        _ = file.schema_arrow.names  # its names must be text, too
-        return file
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise InputDataError(f"{path} cannot be read as Parquet: {error}") from error
+_MAX_CARRIED_BYTES = 4 << 30  # of one chunk, decoded
+_MAX_HASHED = 4 << 30  # bytes of files that are hashed whole, at 0.6 GB/s with reading; samples of those behind
+_MAX_SKIPPED = 100_000  # rows that are decoded to read on rather than to open the file again
+_LARGE_ROW_GROUP = 1 << 30  # bytes
 
 
-def iter_batches(path: str, first_row: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """Batches of the named columns from `first_row` to the end of the file.
+class Parquet(Format):
+    """Parquet files."""
 
-    Row groups before `first_row` are skipped through the footer; seeking inside a row group decodes its start.
-    Names that the file lacks are left out. Raises InputDataError naming the file and the row.
-    """
-    file = open_parquet(path)
-    try:
-        metadata = file.metadata
-        group, start = 0, 0
-        while group < metadata.num_row_groups and start + metadata.row_group(group).num_rows <= first_row:
-            start += metadata.row_group(group).num_rows
-            group += 1
-        names = [name for name in columns if name in file.schema_arrow.names]
-        row = start
+    name = "parquet"
+    title = "Parquet"
+    endings = (".parquet", ".pq")
+    magic = b"PAR1"
+
+    def scan(self, files: Sequence[FoundFile], options: ScanOptions) -> Scan:
+        check_footers([file.path for file in files])
+        return ParquetScan()
+
+    def rows(
+        self,
+        reading: Reading,
+        file: InputFile,
+        segment: Segment,
+        row_index: int,
+        columns: Sequence[str] | None,
+        skip: Container[int],
+    ) -> Iterator[Record]:
+        last = row_index + segment.num_rows
+        row = segment.first_row
+        folders = partition_values(file.path)
+        if columns is not None:
+            folders = {name: value for name, value in folders.items() if name in columns}
+        if columns is None:
+            columns = open_parquet(file.path).schema_arrow.names
+        for batch in _batches(reading, file, segment, columns):
+            names = list(batch.schema.names)
+            data = [column_values(batch, name) for name in names]
+            for name in folders:
+                if name not in names:
+                    names.append(name)
+                    data.append([folders[name]] * batch.num_rows)
+            rows: Iterator[tuple[Any, ...]] = zip(*data, strict=True) if data else iter([()] * batch.num_rows)
+            for values in rows:
+                row += 1
+                if row_index not in skip:
+                    where = f"{file.path} row {row}"
+                    error = None
+                    if any(value.__class__ is Undecodable for value in values):
+                        bad = next(n for n, v in zip(names, values, strict=True) if isinstance(v, Undecodable))
+                        error = RowError("invalid_encoding", f"{where}: column {bad!r} is not UTF-8")
+                    yield Record(row_index, dict(zip(names, values, strict=True)), where, error)
+                row_index += 1
+        if row_index != last:
+            raise changed(file)
+
+    def carried(self, reading: Reading, file: InputFile, segment: Segment) -> pa.Table:
+        batches = []
+        size = 0
+        for found in _batches(reading, file, segment, reading.schema.names):
+            batch = carried_batch(file.path, found, reading.schema)
+            if batch is None:
+                raise changed(file)
+            batches.append(batch)
+            size += batch.nbytes
+            if size > _MAX_CARRIED_BYTES:
+                raise InputDataError(
+                    f"{file.path}: the kept columns of {segment.num_rows:,} rows take more than "
+                    f"{_MAX_CARRIED_BYTES >> 20:,} MiB; leave large ones out with --keep-columns, or use a smaller "
+                    "--chunk-rows"
+                )
+        return pa.Table.from_batches(batches, schema=reading.schema)
+
+    def check_values(self, path: str, column: str, type: pa.DataType, remedy: str) -> None:
+        check_column(path, column, type, remedy)
+
+    def job_id(self, path: str) -> str | None:
+        """Parts of a job, and copies of them, have it in the footer."""
+        with open_parquet(path) as file:
+            found: bytes | None = (file.metadata.metadata or {}).get(b"batchjob.job_id")
+        return None if found is None else found.decode(errors="replace")
+
+
+def _batches(reading: Reading, file: InputFile, segment: Segment, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    names = tuple(columns)
+    return reading.positions.take(segment, names, lambda: BatchPosition(file, segment, names))
+
+
+class BatchPosition(Position[pa.RecordBatch]):
+    """An open position in a Parquet file, for one list of columns."""
+
+    def __init__(self, file: InputFile, segment: Segment, columns: Sequence[str]) -> None:
+        self.row = segment.first_row
+        self._batches: Generator[pa.RecordBatch, None, None] = iter_batches(file.path, segment.first_row, columns)
+        self._rest: pa.RecordBatch | None = None
+
+    def reaches(self, segment: Segment) -> bool:
+        return segment.first_row - self.row <= _MAX_SKIPPED
+
+    def take(self, segment: Segment) -> Iterator[pa.RecordBatch]:
+        skip, left = segment.first_row - self.row, segment.num_rows
+        self.row = BUSY
         try:
-            for g in range(group, metadata.num_row_groups):
-                if not names:  # no column asked for: the row counts alone matter
-                    count = metadata.row_group(g).num_rows
-                    yield from _empty_batches(count - max(0, first_row - row), 4096)
-                    row += count
+            while left > 0:
+                batch = self._rest if self._rest is not None else next(self._batches, None)
+                self._rest = None
+                if batch is None:
+                    return
+                if skip >= batch.num_rows:
+                    skip -= batch.num_rows
                     continue
-                size = _batch_rows(path, metadata.row_group(g), names)
-                for batch in file.iter_batches(size, row_groups=[g], columns=names, use_threads=False):
-                    skip = min(max(0, first_row - row), batch.num_rows)
-                    row += batch.num_rows
-                    if skip < batch.num_rows:
-                        yield batch.slice(skip)
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise InputDataError(f"{path} cannot be read after row {row}: {error}") from error
-    finally:
-        file.close()
+                batch = batch.slice(skip)
+                skip = 0
+                if batch.num_rows > left:
+                    self._rest = batch.slice(left)
+                    batch = batch.slice(0, left)
+                left -= batch.num_rows
+                yield batch
+        finally:
+            self.row = segment.first_row + segment.num_rows - left
+
+    def close(self) -> None:
+        self._batches.close()
 
 
-def _batch_rows(path: str, group: pq.RowGroupMetaData, names: Sequence[str]) -> int:
-    """Rows per batch of a row group: by its average row, and small enough for its worst one.
+class ParquetScan(Scan):
+    """The pass over the footers of all files."""
 
-    A dictionary makes rows of any length out of a few bits each, so what a row takes in the file says nothing. The
-    longest value it can give is the whole dictionary page.
-    """
-    average = max(group.total_byte_size, 1) // max(group.num_rows, 1)
-    usual: int = max(16, min(4096, _BATCH_BYTES // max(average, 1)))
-    wanted = set(names)
-    worst: int = 1
-    with open(path, "rb") as file:
-        for i in range(group.num_columns):
-            column = group.column(i)
-            if (
-                column.physical_type == "BYTE_ARRAY"
-                and column.has_dictionary_page
-                and column.path_in_schema.partition(".")[0] in wanted
-            ):
-                file.seek(column.dictionary_page_offset)
-                worst += _page_size(file.read(16)) or column.total_uncompressed_size
-    return max(1, min(usual, _WORST_BATCH_BYTES // worst))
+    def __init__(self) -> None:
+        super().__init__()
+        self._schemas: list[tuple[str, pa.Schema]] = []  # by path
+        self._num_bytes = 0
 
+    def add(self, file: FoundFile, size: int, limit: int | None) -> tuple[int, str]:
+        with open_parquet(file.path) as found:
+            self._schemas.append((file.path, found.schema_arrow))
+            metadata = found.metadata
+        count = metadata.num_rows if limit is None else min(limit, metadata.num_rows)
+        largest = max((metadata.row_group(g).total_byte_size for g in range(metadata.num_row_groups)), default=0)
+        if largest > _LARGE_ROW_GROUP:
+            gibibytes = f"{largest / (1 << 30):.1f} GiB"
+            self.warnings.append(
+                f"{file.path} has a row group of {gibibytes}; resuming inside it decodes its start again"
+            )
+        self._num_bytes += size
+        return count, "sha256" if self._num_bytes <= _MAX_HASHED else "samples"
 
-def _page_size(header: bytes) -> int | None:
-    """The decoded size of a page from the start of its header, in Thrift's compact protocol: field 1 is the type of the
-    page, field 2 this size, both 32-bit integers. None if it does not begin so."""
-    at = 0
-    size = 0
-    for _ in range(2):
-        if header[at : at + 1] != b"\x15":
-            return None
-        at += 1
-        size = shift = 0
-        while True:
-            if at >= len(header) or shift > 28:
-                return None
-            byte = header[at]
-            size |= (byte & 0x7F) << shift
-            at, shift = at + 1, shift + 7
-            if byte < 0x80:
-                break
-    return size >> 1 if size & 1 == 0 else None  # zigzag: even numbers are the positive ones
+    def finish(self) -> None:
+        self.columns = dict.fromkeys(column_names(self._schemas), "parquet")
 
-
-def _empty_batches(rows: int, batch_size: int) -> Iterator[pa.RecordBatch]:
-    while rows > 0:
-        count = min(rows, batch_size)
-        yield empty_batch(count)
-        rows -= count
-
-
-def empty_batch(num_rows: int) -> pa.RecordBatch:
-    """Rows without columns."""
-    return pa.RecordBatch.from_struct_array(pa.array([{}] * num_rows, pa.struct([])))
-
-
-def column_values(batch: pa.RecordBatch, name: str) -> list[Any]:
-    """The values of one column as `json_values` gives them; text that is not UTF-8 becomes an `Undecodable`.
-
-    A column of binary data stays that, so that nobody takes its base64 for text.
-    """
-    column = batch.column(name)
-    if is_binary(column.type):
-        return list(column.to_pylist())
-    try:
-        return json_values(column)
-    except UnicodeDecodeError:
-        return [_one_value(column.slice(i, 1)) for i in range(len(column))]
-
-
-class Undecodable:
-    """Stands for a Parquet string that is not UTF-8."""
-
-
-def _one_value(array: pa.Array) -> Any:
-    try:
-        return json_values(array)[0]
-    except UnicodeDecodeError:
-        return Undecodable()
+    def schema(self, kept: Sequence[str]) -> pa.Schema:
+        return unify_schemas(self._schemas, kept)

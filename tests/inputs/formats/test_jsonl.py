@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchjob.inputs.formats.jsonl import ColumnTypes, parse_row, raw_values
+from batchjob.inputs.formats.column_types import ColumnTypes
+from batchjob.inputs.formats.jsonl import parse_row, raw_values
 
 HALF = "\\ud83d"
 

@@ -11,12 +11,10 @@ from collections.abc import Mapping, Sequence
 import pyarrow as pa
 
 from batchjob.errors import InputDataError
-from batchjob.inputs.formats import parquet
-from batchjob.inputs.names import partition_kinds, partition_values
+from batchjob.inputs.folders import FOLDER_MARK, is_of_folders, partition_kinds, partition_values
+from batchjob.inputs.formats import parquet_file
 from batchjob.inputs.unify import conform, is_certain, join
 
-# Marks a column that folders give to files that lack it. Jobs planned before there were any have null there.
-FOLDER_MARK = {b"batchjob.folder": b"true"}
 _ARROW = {"int64": pa.int64(), "string": pa.string()}
 _FOREIGN_METADATA = (b"pandas", b"huggingface", b"ARROW:schema")  # describe exactly the old set of columns
 
@@ -87,7 +85,7 @@ def _common_type(name: str, paths: Mapping[pa.DataType, list[str]], others: list
     for other, those in paths.items():
         if not is_certain(other, kind):
             for path in those:
-                look(path, name, kind, f"leave the column out: {_without(others)}")
+                check_column(path, name, kind, f"leave the column out: {_without(others)}")
     return kind
 
 
@@ -96,9 +94,9 @@ def _without(others: list[str]) -> str:
     return f"--keep-columns '{named}'" if len(named) <= 500 else "--keep-columns with the names of the others"
 
 
-def look(path: str, name: str, kind: pa.DataType, remedy: str) -> None:
+def check_column(path: str, name: str, kind: pa.DataType, remedy: str) -> None:
     """Reads one column of a file. Raises InputDataError if a value does not fit."""
-    for batch in parquet.iter_batches(path, 0, [name]):
+    for batch in parquet_file.iter_batches(path, 0, [name]):
         if name not in batch.schema.names:
             return
         column = batch.column(name)
@@ -124,10 +122,6 @@ def folder_column(path: str, field: pa.Field, num_rows: int) -> pa.Array:
             "folder, or leave the column out with --keep-columns"
         ) from error
     return pa.repeat(value, num_rows)
-
-
-def is_of_folders(field: pa.Field) -> bool:
-    return bool(field.metadata) and FOLDER_MARK.items() <= field.metadata.items()
 
 
 def carried_batch(path: str, batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch | None:
