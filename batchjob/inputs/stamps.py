@@ -44,7 +44,7 @@ def digest(path: str, how: str) -> str:
     hasher = hashlib.sha256() if how == "sha256" else hashlib.blake2b(digest_size=16)
     try:
         size = os.stat(path).st_size
-        with open(path, "rb") as file:
+        with open(path, "rb") as file:  # the bytes as they are stored, from many places of one open file
             for block in _blocks(file, size, how):
                 hasher.update(block)
     except OSError as error:

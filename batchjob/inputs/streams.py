@@ -165,7 +165,11 @@ class _Bounded:
 
 
 def open_bytes(path: str, compression: str, offset: int = 0) -> ByteSource:
-    """The decompressed bytes of a file from `offset` on. A plain file seeks; a compressed one reads and discards."""
+    """The decompressed bytes of a file from `offset` on. A plain file seeks; a compressed one reads and discards.
+
+    All rows of text and all looks at the start of a file come from here. Only pyarrow (`parquet_file.open_parquet`) and
+    the digest of a whole file (`stamps.digest`) open inputs themselves.
+    """
     if not compression:
         file = open(path, "rb", buffering=0)  # noqa: SIM115
         file.seek(offset)

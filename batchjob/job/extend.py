@@ -30,6 +30,7 @@ def find_new_inputs(spec: JobSpec, plan: JobPlan, echo: Echo) -> tuple[list[Foun
     Raises InputMissingError where a planned file is gone, changed, or not in `--input`.
     """
     from batchjob.inputs.find import find_inputs
+    from batchjob.inputs.formats.table import format_of
     from batchjob.inputs.stamps import check_size
 
     found, warnings = find_inputs(spec.input, spec.output)
@@ -62,6 +63,7 @@ def find_new_inputs(spec: JobSpec, plan: JobPlan, echo: Echo) -> tuple[list[Foun
         raise InputMissingError("the input files come in another order than planned; give --input in the old order")
     files = []
     for index, file in enumerate(plan.files):
+        format_of(file)  # a plan may be damaged, or of a later version
         stat = check_size(file)
         if warning := _changes(plan, index, file, spec.max_row_bytes):
             echo(f"warning: {warning}")

@@ -313,8 +313,9 @@ def test_a_moved_input_is_known_by_its_content(tmp_path: Path, write_jsonl: Writ
 def test_what_was_computed_from_a_changed_file_is_not_kept(
     tmp_path: Path, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from inline_feeder import InlineFeeder
+
     from batchjob.inputs import digests
-    from batchjob.prompts.feeder import InlineFeeder
 
     monkeypatch.setattr("batchjob.prompts.feeder.Feeder", InlineFeeder)
     monkeypatch.setattr(digests, "_MAX_HELD", 1000)  # rows go on before the end of their chunk is known

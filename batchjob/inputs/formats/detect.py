@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
-from typing import BinaryIO
 
 from batchjob.errors import InputDataError, InputMissingError
 from batchjob.inputs.formats.base import Format, FoundFile
@@ -56,9 +55,8 @@ def detect(path: str) -> FoundFile:
     """Raises InputMissingError (cannot be read) and InputDataError (no file, or not a format that is read)."""
     size = check_regular(path).st_size
     try:
-        with open(path, "rb") as file:
-            head = file.read(_HEAD)
-            compression = _compression(file, head)
+        head = _read(path, 0, _HEAD)
+        compression = _compression(path, head)
     except OSError as error:
         raise InputMissingError(f"cannot read {path}: {error.strerror or error}") from error
     if not size and head:
@@ -86,13 +84,17 @@ def _by_content(head: bytes) -> Format | None:
     return next((format for format in FORMATS.values() if format.magic and head.startswith(format.magic)), None)
 
 
-def _compression(file: BinaryIO, head: bytes) -> str:
+def _read(path: str, offset: int, size: int) -> bytes:
+    with closing(open_bytes(path, "", offset)) as source:
+        return source.read(size)
+
+
+def _compression(path: str, head: bytes) -> str:
     """By the first bytes. zstd may begin with frames to be skipped, as pzstd writes them; lz4 may too."""
     at = 0
     while len(head) >= 8 and head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F:
         at += 8 + int.from_bytes(head[4:8], "little")
-        file.seek(at)
-        head = file.read(8)
+        head = _read(path, at, 8)
         if not head:
             return "zst"  # nothing but such frames
     return next((name for magic, name in _PACKED.items() if head.startswith(magic)), "")

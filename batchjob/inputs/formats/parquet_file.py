@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchjob.errors import InputDataError
+from batchjob.inputs.streams import open_bytes
 from batchjob.json_values import is_binary, json_values
 
 _BATCH_BYTES = 8 << 20  # decoded bytes aimed at per batch
@@ -19,7 +21,10 @@ _MAX_THRIFT_ITEMS = 1_000_000  # of one list in a footer: row groups, columns, p
 
 
 def open_parquet(path: str) -> pq.ParquetFile:
-    """Reads the footer only. Column chunks are streamed, not loaded whole. Raises InputDataError."""
+    """Reads the footer only. Column chunks are streamed, not loaded whole. Raises InputDataError.
+
+    pyarrow reads at any offset, so it opens the file itself; other bytes of inputs come from `streams.open_bytes`.
+    """
     try:
         file = pq.ParquetFile(
             pa.OSFile(os.fsencode(path)),  # a path as text would have to be UTF-8
@@ -80,16 +85,15 @@ def _batch_rows(path: str, group: pq.RowGroupMetaData, names: Sequence[str]) -> 
     usual: int = max(16, min(4096, _BATCH_BYTES // max(average, 1)))
     wanted = set(names)
     worst: int = 1
-    with open(path, "rb") as file:
-        for i in range(group.num_columns):
-            column = group.column(i)
-            if (
-                column.physical_type == "BYTE_ARRAY"
-                and column.has_dictionary_page
-                and column.path_in_schema.partition(".")[0] in wanted
-            ):
-                file.seek(column.dictionary_page_offset)
-                worst += _page_size(file.read(16)) or column.total_uncompressed_size
+    for i in range(group.num_columns):
+        column = group.column(i)
+        if (
+            column.physical_type == "BYTE_ARRAY"
+            and column.has_dictionary_page
+            and column.path_in_schema.partition(".")[0] in wanted
+        ):
+            with closing(open_bytes(path, "", column.dictionary_page_offset)) as source:
+                worst += _page_size(source.read(16)) or column.total_uncompressed_size
     return max(1, min(usual, _WORST_BATCH_BYTES // worst))
 
 
