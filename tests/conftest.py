@@ -26,6 +26,7 @@ settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "support"))  # modules that more than one room's tests use
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:

@@ -21,7 +21,7 @@ from batchjob.job.first_rows import check_first_rows
 from batchjob.job.settings import now, parse_memory, prompt_config, prompt_source
 from batchjob.job.stopping import time_limit
 from batchjob.prompts import PromptBuilder
-from batchjob.prompts.feeder import Feeder, FeederConfig, InlineFeeder, PromptFeeder
+from batchjob.prompts.feeder import Feeder, FeederConfig, PromptFeeder
 from batchjob.prompts.paths import look_up_or_none
 from batchjob.prompts.tokenizer import Tokenizer, load_tokenizer
 from batchjob.records import Prompt, Record
@@ -156,7 +156,7 @@ def validate_input(
     lengths: Counter[int] = Counter()
     prefixes = PrefixShare(block_size)
     special = _SpecialTokens(tokenizer.special_tokens)
-    with DuplicateFinder() as ids, closing(_feeder(config, report)) as feeder:
+    with DuplicateFinder() as ids, closing(Feeder(config, report.warnings.append)) as feeder:
         records, prompts = _records(reader, result, source.read), _prompts(feeder, result.plan.chunks)
         for record, prompt in zip(records, prompts, strict=True):
             report.num_rows += 1
@@ -184,11 +184,6 @@ def validate_input(
 def _records(reader: InputReader, result: PlanResult, columns: Sequence[str]) -> Iterator[Record]:
     for chunk in result.plan.chunks:
         yield from reader.rows(chunk, columns)
-
-
-def _feeder(config: FeederConfig, report: Report) -> PromptFeeder:
-    """A tokeniser that may come down at a row does so in a process of its own, as in a run."""
-    return InlineFeeder(config) if config.tokenizer == "fake" else Feeder(config, report.warnings.append)
 
 
 def _prompts(feeder: PromptFeeder, chunks: Sequence[Chunk]) -> Iterator[Prompt]:

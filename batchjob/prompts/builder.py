@@ -8,14 +8,12 @@ generation prompt, and a row can never bring its own template.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any
 
-from batchjob.errors import UsageError
 from batchjob.prompts import forms, limits
+from batchjob.prompts.chat import ChatRenderer
 from batchjob.prompts.params import RowParams
 from batchjob.prompts.paths import look_up, look_up_or_none
 from batchjob.prompts.source import DEFAULTS, PromptSource, parse_template
@@ -28,7 +26,7 @@ _LONG_TEXT = 1_000_000  # characters; below this a text is always tokenised, to 
 
 @dataclass(frozen=True, slots=True)
 class PromptConfig:
-    """What the prompts of a job depend on. `vocab_size` and `max_model_len` are the model's, `sampling` the job's."""
+    """All that prompts depend on. `vocab_size` and `max_model_len` are the model's, `sampling` the job's."""
 
     source: PromptSource
     sampling: SamplingParams
@@ -44,75 +42,23 @@ class PromptConfig:
 
 
 class PromptBuilder:
-    """Raises UsageError at once where the job needs a chat template and the tokenizer has none, one that is too slow or
-    one that refuses the job's system message. `warnings` are about the job's flags and this tokenizer."""
+    """Makes the prompts of a job. `warnings` are about the job's flags and this tokenizer. Raises UsageError at once
+    where the job needs a chat template that it cannot use, see `ChatRenderer`."""
 
     def __init__(self, config: PromptConfig, tokenizer: Tokenizer) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._source = config.source
-        self._chat = config.chat or config.system is not None
-        self._renders = self._chat or config.source.kind in ("messages", "any")
-        self._timer = limits.Timer(config.render_seconds)
+        self._chat = ChatRenderer(config, tokenizer)
         self._parts = parse_template(config.source.template)
         bos = tokenizer.bos_token_id
         adds_bos = bos is not None and tokenizer.encode("", add_special_tokens=True)[:1] == [bos]
         self._added_bos = bos if adds_bos else None
-        self.warnings: list[str] = []
+        self.warnings = self._chat.warnings
         self._params = RowParams(config.source.params or "", config.sampling, config.vocab_size, config.special_tokens)
         self._max_chars = max(_LONG_TEXT, config.max_model_len * tokenizer.max_token_chars)
-        if (self._chat or config.source.kind == "messages") and not tokenizer.has_chat_template:
-            raise UsageError(
-                "the model's tokenizer has no chat template: use an instruction-tuned model, or send text with "
-                "--prompt and without --chat, --system and --messages"
-            )
-        if self._renders and tokenizer.template_mentions("strftime_now"):
-            now = datetime.now() if config.clock is None else datetime.fromisoformat(config.clock)
-            if not tokenizer.set_clock(now):
-                self.warnings.append(
-                    "the chat template writes the date, and this version of Transformers has no way to give all "
-                    "processes of a job the same: each takes its own"
-                )
-        if self._renders:
-            self._probe()
-        if not self._chat and config.source.kind in ("text", "template", "any"):
+        if not self._chat.wraps_text and config.source.kind in ("text", "template", "any"):
             self._warn_of_end_token()
-
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Bounds on time and memory around the rendering of some rows."""
-        if not self._renders:
-            yield
-            return
-        with self._timer.installed(), limits.memory_limit(limits.RENDER_MEMORY):
-            yield
-
-    def _probe(self) -> None:
-        """A template that cannot render one short turn in time would fail every row, slowly."""
-        system = self._config.system
-        user = {"role": "user", "content": "Hello"}
-        try:
-            with self._guarded(), self._timer:
-                alone = self._tokenizer.render_chat([user])
-        except RenderTimeout:
-            limit = f"{self._config.render_seconds:g} s"
-            raise UsageError(f"the model's chat template takes longer than {limit} for one short message") from None
-        except (RenderError, MemoryError):
-            return  # it may want other turns; each row finds out for itself
-        if system is None:
-            return
-        remedy = "leave --system out, or put its text before the prompt's: --prompt 'TEXT {column}' --chat"
-        try:
-            with self._guarded(), self._timer:
-                text = self._tokenizer.render_chat([{"role": "system", "content": system}, user])
-        except RenderError as error:
-            if self._source.kind != "any" and not self._source.chat_columns:  # then every row has it
-                raise UsageError(f"the model's chat template refuses a system message ({error}): {remedy}") from None
-        except (RenderTimeout, MemoryError):
-            pass
-        else:
-            if system and text == alone:
-                self.warnings.append(f"the model's chat template leaves the system message out: {remedy}")
 
     def _warn_of_end_token(self) -> None:
         plain, special = (self._tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
@@ -129,7 +75,7 @@ class PromptBuilder:
     def build_many(self, records: Sequence[Record], beat: Callable[[], None] | None = None) -> list[Prompt]:
         """One Prompt per record, in order. `beat` is called whenever one more of them has its text."""
         jobs = [_Row(record) for record in records]
-        with self._guarded():
+        with self._chat.guarded():
             for job in jobs:
                 self._compose(job)
                 if beat is not None:
@@ -150,7 +96,7 @@ class PromptBuilder:
         """For each row why it makes no text, and whether the reason lies in the column or the job's flags, so that
         other rows may share it. Nothing is tokenised: a row at which a tokeniser comes down does no harm here."""
         jobs = [_Row(record) for record in records]
-        with self._guarded():
+        with self._chat.guarded():
             for job in jobs:
                 self._compose(job)
         return [None if job.error is None else (job.error, job.of_column) for job in jobs]
@@ -158,7 +104,7 @@ class PromptBuilder:
     def prompt_text(self, record: Record) -> str | None:
         """The text that is tokenised for a record, to be shown; None for token ids and rows in error."""
         job = _Row(record)
-        with self._guarded():
+        with self._chat.guarded():
             self._compose(job)
         return job.text if job.error is None else None
 
@@ -204,7 +150,8 @@ class PromptBuilder:
             job.ids = forms.token_ids(name, look_up(fields, name), self._config.vocab_size)
             return
         if kind == "messages":
-            self._render(job, forms.messages(name, look_up(fields, name), self._config.system))
+            messages = forms.messages(name, look_up(fields, name), self._config.system)
+            job.text, job.special = self._chat.render(fields, messages), False
             return
         if kind == "text":
             text = forms.plain_text(name, look_up(fields, name))
@@ -212,11 +159,8 @@ class PromptBuilder:
             text = "".join(
                 [forms.template_text(part, look_up(fields, part)) if column else part for column, part in self._parts]
             )
-        if self._chat:
-            turn: list[dict[str, Any]] = [{"role": "user", "content": text}]
-            if self._config.system is not None:
-                turn.insert(0, {"role": "system", "content": self._config.system})
-            self._render(job, turn)
+        if self._chat.wraps_text:
+            job.text, job.special = self._chat.render(fields, self._chat.turns(text)), False
         else:
             job.text, job.special = text, True
 
@@ -232,17 +176,6 @@ class PromptBuilder:
             "--prompt-token-ids",
             of_column=True,
         )
-
-    def _render(self, job: _Row, messages: list[dict[str, Any]]) -> None:
-        if not self._tokenizer.has_chat_template:
-            raise RenderError("the model's tokenizer has no chat template")
-        fields = job.record.fields
-        variables = forms.chat_variables({path: look_up_or_none(fields, path) for path in self._source.chat_columns})
-        with self._timer:
-            text = self._tokenizer.render_chat(messages, **variables)
-        if len(text) > self._config.render_chars:
-            raise RenderError(f"it wrote {len(text):,} characters, more than {self._config.render_chars:,}")
-        job.text, job.special = text, False
 
     # -- text to tokens
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from batchjob.engine import Engine, EngineConfig, FakeRunner, fake_capacity
-from batchjob.prompts.tokenizer import FakeTokenizer
+from batchjob.prompts.fake_tokenizer import FakeTokenizer
 from batchjob.records import Completion, Request
 from batchjob.sampling import SamplingParams
 

@@ -12,7 +12,7 @@ import pytest
 
 from batchjob.engine import Engine, EngineConfig, FakeRunner, create_engine, fake_capacity
 from batchjob.errors import EngineError
-from batchjob.prompts.tokenizer import FakeTokenizer
+from batchjob.prompts.fake_tokenizer import FakeTokenizer
 from batchjob.records import Completion, Request
 from batchjob.sampling import SamplingParams
 from batchjob.spec import JobSpec
@@ -106,7 +106,7 @@ class TestFaults:
     def test_kill(self, fault: str) -> None:
         code = (
             "from batchjob.engine import *; from batchjob.records import Request\n"
-            "from batchjob.sampling import SamplingParams; from batchjob.prompts.tokenizer import FakeTokenizer\n"
+            "from batchjob.sampling import SamplingParams; from batchjob.prompts.fake_tokenizer import FakeTokenizer\n"
             "config = EngineConfig(max_model_len=64, max_num_seqs=1)\n"
             f"engine = Engine(FakeRunner(fake_capacity(config), {fault}), FakeTokenizer(), config)\n"
             "engine.add(Request(0, 0, [300], SamplingParams(max_tokens=1), 0))\n"

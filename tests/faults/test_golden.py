@@ -60,7 +60,7 @@ def move_plan(place: Path) -> None:
 
 
 def test_it_is_gone_on_with(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from batchjob.prompts.feeder import InlineFeeder
+    from inline_feeder import InlineFeeder
 
     monkeypatch.setattr("batchjob.prompts.feeder.Feeder", InlineFeeder)
     move_plan(place)

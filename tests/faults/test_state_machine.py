@@ -29,9 +29,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from inline_feeder import InlineFeeder
 
 import batchjob
-from batchjob.prompts.feeder import InlineFeeder
 from batchjob.report.result import RunResult
 
 ROWS, CHUNK_ROWS = 30, 7

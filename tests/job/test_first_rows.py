@@ -107,7 +107,7 @@ def test_what_is_not_used_is_said(
 def test_what_the_template_has_no_use_for_is_said(
     tmp_path: Path, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("batchjob.prompts.tokenizer.FakeTokenizer.template_mentions", lambda self, name: False)
+    monkeypatch.setattr("batchjob.prompts.fake_tokenizer.FakeTokenizer.template_mentions", lambda self, name: False)
     row = {"messages": TURN, "tools": [{"name": "f"}], "chat_template_kwargs": {"enable_thinking": False}}
     lines = lines_of(write_jsonl(tmp_path / "in.jsonl", [row]))[0]
     assert "no use for the rows' tools, enable_thinking" in lines

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from batchjob.prompts import PromptBuilder, PromptConfig, resolve_prompt
-from batchjob.prompts.tokenizer import FakeTokenizer, HFTokenizer, Tokenizer
+from batchjob.prompts.fake_tokenizer import FakeTokenizer
+from batchjob.prompts.hf_tokenizer import HFTokenizer
+from batchjob.prompts.tokenizer import Tokenizer
 from batchjob.records import Record
 from batchjob.sampling import SamplingParams
 from batchjob.spec import JobSpec

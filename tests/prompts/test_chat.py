@@ -11,7 +11,7 @@ import pytest
 
 from batchjob.errors import UsageError
 from batchjob.prompts import PromptBuilder
-from batchjob.prompts.tokenizer import HFTokenizer
+from batchjob.prompts.hf_tokenizer import HFTokenizer
 from batchjob.records import Prompt, Record
 
 Builder = Callable[..., PromptBuilder]

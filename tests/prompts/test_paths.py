@@ -11,8 +11,8 @@ import pytest
 from batchjob.errors import InputDataError, UsageError
 from batchjob.prompts import PromptBuilder, PromptSource, prompt_columns, resolve_prompt
 from batchjob.prompts.forms import InvalidPrompt
+from batchjob.prompts.hf_tokenizer import HFTokenizer
 from batchjob.prompts.paths import look_up
-from batchjob.prompts.tokenizer import HFTokenizer
 from batchjob.records import Prompt, Record
 from batchjob.sampling import SamplingParams
 from batchjob.spec import JobSpec

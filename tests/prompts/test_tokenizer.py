@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from batchjob.errors import InputDataError, InputMissingError, UnsupportedModelError
 from batchjob.models.tokenizer_files import text_digest
 from batchjob.prompts import PromptBuilder
-from batchjob.prompts.tokenizer import FakeTokenizer, HFTokenizer, RenderError, load_tokenizer
+from batchjob.prompts.fake_tokenizer import FakeTokenizer
+from batchjob.prompts.hf_tokenizer import HFTokenizer
+from batchjob.prompts.tokenizer import RenderError, load_tokenizer
 from batchjob.records import Record
 
 fake = FakeTokenizer()

@@ -15,7 +15,7 @@ from batchjob.report.result import RunResult
 @pytest.fixture
 def run_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RunResult, str]]:
     """`run_job(source, **settings)` runs with the fake engine into tmp_path/out; gives the result and what was said."""
-    from batchjob.prompts.feeder import InlineFeeder
+    from inline_feeder import InlineFeeder
 
     monkeypatch.setattr("batchjob.prompts.feeder.Feeder", InlineFeeder)
 

@@ -126,7 +126,7 @@ else: open({str(marker)!r}, "w").close()
     @staticmethod
     def poison() -> int:
         """The token of the word "poison"."""
-        from batchjob.prompts.tokenizer import FakeTokenizer
+        from batchjob.prompts.fake_tokenizer import FakeTokenizer
 
         (token,) = FakeTokenizer().encode("poison", add_special_tokens=False)
         return token

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchjob.prompts.feeder.batches import FedBatch, FeederConfig, InlineFeeder, PromptFeeder, in_batches
+from batchjob.prompts.feeder.batches import FedBatch, FeederConfig, PromptFeeder, in_batches
 from batchjob.prompts.feeder.process import Feeder
 
-__all__ = ["FedBatch", "Feeder", "FeederConfig", "InlineFeeder", "PromptFeeder", "in_batches"]
+__all__ = ["FedBatch", "Feeder", "FeederConfig", "PromptFeeder", "in_batches"]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from batchjob.errors import BatchJobError
 from batchjob.plan import Chunk, JobPlan
 from batchjob.prompts import PromptBuilder, PromptConfig
 from batchjob.records import Prompt, Record, RowError
@@ -45,14 +43,14 @@ class FedBatch:
 
 
 class PromptFeeder(Protocol):
-    """The seam between the job and whoever makes prompts."""
+    """The seam between the job and what makes its prompts."""
 
     def feed(self, chunk: Chunk, skip_rows: Collection[int] = ()) -> None:
         """Queues a chunk; rows whose global ordinal is in `skip_rows` are left out. Chunks come back in this order."""
         ...
 
     def poll(self, timeout: float = 0.0) -> list[FedBatch]:
-        """What is ready; waits up to `timeout` seconds for something. Raises what went wrong with the input."""
+        """The batches that are ready; waits up to `timeout` seconds for one. Raises the error of the input, if any."""
         ...
 
     def close(self) -> None: ...
@@ -131,34 +129,3 @@ def _weight(record: Record) -> int:
             total += 4 * len(value)
             total += sum(len(str(item.get("content"))) for item in value if isinstance(item, dict))
     return total
-
-
-class InlineFeeder:
-    """A PromptFeeder in this process and thread, for tests and for tokenisers that are known to be harmless."""
-
-    def __init__(self, config: FeederConfig, echo: Callable[[str], None] | None = None) -> None:
-        """`echo` is a Feeder's: nothing happens here that it would tell."""
-        self._source = Source(config)
-        self._queue: deque[Iterator[FedBatch]] = deque()
-        self._failure: BatchJobError | None = None
-
-    def feed(self, chunk: Chunk, skip_rows: Collection[int] = ()) -> None:
-        self._queue.append(self._source.batches(chunk, frozenset(skip_rows)))
-
-    def poll(self, timeout: float = 0.0) -> list[FedBatch]:
-        if self._failure is not None:
-            raise self._failure
-        if not self._queue:
-            return []
-        try:
-            batch = next(self._queue[0])
-        except BatchJobError as error:
-            self._failure = error
-            raise
-        if batch.last:
-            self._queue.popleft()
-        return [batch]
-
-    def close(self) -> None:
-        self._queue.clear()
-        self._source.close()

@@ -53,21 +53,31 @@ def _come_down(text: str) -> None:
 def _deadly_words(module: ModuleType) -> None:
     if "FAULTS_TOKENIZER" not in os.environ:
         return
-    fake, real = module.FakeTokenizer.encode, module.HFTokenizer._call
+    from batchjob.prompts.tokenizer import TokenizerPanic
+
+    right = module.FakeTokenizer.encode
 
     def encode(self: Any, text: str, *, add_special_tokens: bool) -> Any:
         try:
             _come_down(text)
         except PanicException as error:
-            raise module._without_panic(error) from None
-        return fake(self, text, add_special_tokens=add_special_tokens)
+            raise TokenizerPanic(f"{error}") from None
+        return right(self, text, add_special_tokens=add_special_tokens)
+
+    module.FakeTokenizer.encode = encode
+
+
+def _deadly_real_words(module: ModuleType) -> None:
+    if "FAULTS_TOKENIZER" not in os.environ:
+        return
+    right = module.HFTokenizer._call
 
     def call(self: Any, texts: Any, special: bool) -> Any:
         for text in texts:
             _come_down(text)
-        return real(self, texts, special)
+        return right(self, texts, special)
 
-    module.FakeTokenizer.encode, module.HFTokenizer._call = encode, call
+    module.HFTokenizer._call = call
     module.HFTokenizer._fast_backend = lambda self: None
 
 
@@ -75,7 +85,8 @@ _PATCHES = {
     "batchjob.engine.fake": _slow_engine,
     "batchjob.store.attempts": _known_attempt,
     "batchjob.store.manifest": _known_job,
-    "batchjob.prompts.tokenizer": _deadly_words,
+    "batchjob.prompts.fake_tokenizer": _deadly_words,
+    "batchjob.prompts.hf_tokenizer": _deadly_real_words,
 }
 
 

@@ -27,7 +27,7 @@ WriteJsonl = Callable[[Path, Iterable[Any]], Path]
 
 CHILD = """
 import os, signal, sys, time
-from batchjob.prompts.tokenizer import FakeTokenizer
+from batchjob.prompts.fake_tokenizer import FakeTokenizer
 right = FakeTokenizer.encode
 def encode(self, text, *, add_special_tokens):
     {patch}

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from inline_feeder import InlineFeeder
 
 from batchjob.errors import BatchJobError, EngineError, InputMissingError, UsageError
-from batchjob.prompts.feeder import Feeder, FeederConfig, InlineFeeder
+from batchjob.prompts.feeder import Feeder, FeederConfig
 from batchjob.records import Prompt
 
 ConfigOf = Callable[..., FeederConfig]
