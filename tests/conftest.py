@@ -210,3 +210,34 @@ def _loop_bounds_from_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+
+
+@pytest.fixture
+def make_tokenizer(tmp_path: Path) -> Callable[[str], Path]:
+    """`make_tokenizer(template)`: directory of a byte-level tokenizer with this chat template."""
+
+    def make_tokenizer(template: str) -> Path:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        special = ["<pad>", "<s>", "</s>", "<|end|>"]
+        vocab = {token: i for i, token in enumerate(special + sorted(pre_tokenizers.ByteLevel.alphabet()))}
+        backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        wrapped = PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            bos_token="<s>",
+            eos_token="</s>",
+            additional_special_tokens=["<|end|>"],
+            chat_template=template,
+        )
+        wrapped.save_pretrained(tmp_path / "tokenizer")
+        return tmp_path / "tokenizer"
+
+    return make_tokenizer
+
+
+@pytest.fixture
+def tiny_tokenizer(make_tokenizer: Callable[[str], Path]) -> Path:
+    return make_tokenizer("{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}")
