@@ -77,15 +77,14 @@ JOB_ARROWS: dict[str, set[str]] = {
     "first_rows": set(),
     "row_writer": set(),
     "settings": {"devices"},
-    "stop_signals": set(),
     "time_limit": set(),
-    "stopping": {"stop_signals", "time_limit"},
-    "observer": {"stop_signals"},
-    "loop": {"chunk_source", "observer", "row_writer", "stop_signals", "time_limit"},
-    "validate": {"first_rows", "settings", "stopping"},
+    "stop": {"time_limit"},
+    "observer": {"stop"},
+    "loop": {"chunk_source", "observer", "row_writer", "stop", "time_limit"},
+    "validate": {"first_rows", "settings", "stop"},
     "run": {
-        "chunk_source", "devices", "disk_space", "extend", "first_rows", "loop", "observer", "settings", "stop_signals",
-        "stopping", "validate",
+        "chunk_source", "devices", "disk_space", "extend", "first_rows", "loop", "observer", "settings", "stop",
+        "validate",
     },
 }  # fmt: skip
 INNER = {"engine": ENGINE_ARROWS, "job": JOB_ARROWS}

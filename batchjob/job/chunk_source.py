@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from batchjob.plan import Chunk
-from batchjob.report.progress import Counts
+from batchjob.report.progress import ProgressCounts
 
 if TYPE_CHECKING:
     from batchjob.job.observer import Team
@@ -68,7 +68,7 @@ class SharedChunks(OwnChunks):
         store: Store,
         todo: Iterable[Chunk],
         others: Iterable[Chunk],
-        counts: Counts,
+        counts: ProgressCounts,
         team: Team | None = None,
     ) -> None:
         super().__init__(todo)

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 from batchjob.core.order import arrange
 from batchjob.errors import InputMissingError, StorageError
 from batchjob.job.chunk_source import OwnChunks
-from batchjob.job.observer import Watcher
+from batchjob.job.observer import RunObserver
 from batchjob.job.row_writer import Backlog
-from batchjob.job.stop_signals import StopSignals
+from batchjob.job.stop import StopSignals
 from batchjob.job.time_limit import Pace, TimeLimit
 from batchjob.plan import Chunk
 from batchjob.records import Completion, Prompt, Request, RowError, stream_key
-from batchjob.report.progress import Counts, Progress
+from batchjob.report.progress import Progress, ProgressCounts
 from batchjob.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -51,10 +51,10 @@ class Loop:
         reader: InputReader,
         sampling: SamplingParams,
         job_seed: int,
-        counts: Counts,
+        counts: ProgressCounts,
         progress: Progress,
         stop: StopSignals,
-        watcher: Watcher,
+        observer: RunObserver,
         lease: Lease | NoLease,
         time_limit: TimeLimit,
         flush_interval: float,
@@ -76,7 +76,7 @@ class Loop:
         self._counts = counts
         self._progress = progress
         self._stop = stop
-        self._watcher = watcher
+        self._observer = observer
         self._lease = lease
         self._time_limit = time_limit
         self._pace = Pace()
@@ -93,7 +93,7 @@ class Loop:
         self._is_fed: set[int] = set()  # open chunks whose rows were all asked for, not only suspects
         self._feeding: list[int] = []  # chunks of which the feeder has more to come
         self._committed: set[int] = set()  # chunks committed here
-        self._condemned = watcher.assignment.condemned
+        self._condemned = observer.hints.poisoned
         self._held: list[tuple[OpenChunk, Prompt]] = []  # condemned rows, until another row shows that the engine works
         self._engine_works = False
         self._made: dict[tuple[int, int], int] = {}  # samples that go on -> output tokens of earlier attempts
@@ -163,7 +163,7 @@ class Loop:
         self.num_reused += num_complete
         self._counts.rows_done += num_complete
         self._progress.reused(num_complete)
-        self._watcher.opened(chunk, num_complete)
+        self._observer.opened(chunk, num_complete)
         if not opened.is_complete():
             return opened
         self._backlog.complete(opened)
@@ -261,7 +261,7 @@ class Loop:
     def _run_suspects(self) -> None:
         """All groups, one after the other, behind one row that is no suspect: if the engine dies of that one too, it is
         not the rows."""
-        groups = self._watcher.assignment.suspects
+        groups = self._observer.hints.suspects
         control = self._control_row({row for group in groups for row in group}) if groups else None
         for group in [*([] if control is None else [(control,)]), *groups]:
             if not self._is_over():
@@ -357,10 +357,10 @@ class Loop:
         del self._samples_left[row_index], self._chunk_of[row_index]
         counts.rows_done += 1
         counts.rows_failed += completion.error is not None  # for the progress line; the store has the exact numbers
-        self._watcher.finished(row_index)
+        self._observer.finished(row_index)
 
     def _tell_alive(self) -> None:
-        self._watcher.alive(self._counts.prompt_tokens, self._counts.output_tokens)
+        self._observer.alive(self._counts.prompt_tokens, self._counts.output_tokens)
 
     def _commit(self, chunk: OpenChunk) -> None:
         self._lease.check()

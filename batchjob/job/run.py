@@ -20,7 +20,7 @@ from batchjob.job.chunk_source import OwnChunks, SharedChunks
 from batchjob.job.devices import only_device
 from batchjob.job.disk_space import expected_bytes, refuse_damaged_settings, space_warning
 from batchjob.job.extend import extend, find_new_inputs
-from batchjob.job.observer import END, LOAD, RUN, Assignment, Watcher
+from batchjob.job.observer import END, LOAD, RUN, RestartHints, RunObserver
 from batchjob.job.settings import (
     Settings,
     describe_sampling,
@@ -31,11 +31,10 @@ from batchjob.job.settings import (
     prompt_source,
     resolve_settings,
 )
-from batchjob.job.stop_signals import StopSignals
-from batchjob.job.stopping import requeue, stop_signals, time_limit
+from batchjob.job.stop import StopSignals, requeue, stop_signals, time_limit
 from batchjob.prompts.source import PromptSource
 from batchjob.report import console
-from batchjob.report.progress import Counts, Progress, counted, duration, printable
+from batchjob.report.progress import Progress, ProgressCounts, counted, duration, printable
 from batchjob.report.redact import redact_values
 from batchjob.report.result import RunResult
 from batchjob.slurm import SlurmTask
@@ -107,13 +106,13 @@ class Job:
         return mine, [c for c in mine if c.index not in committed]
 
 
-def run(spec: JobSpec, *, echo: Echo | None = None, watcher: Watcher | None = None) -> RunResult:
+def run(spec: JobSpec, *, echo: Echo | None = None, observer: RunObserver | None = None) -> RunResult:
     """Runs the job, or what is left of it, in this process. `echo` gets the lines for a person; the default prints them
-    to stderr. `watcher` is whoever watches over the run: nobody, unless a supervisor started it.
+    to stderr. `observer` is whoever watches over the run: nobody, unless a supervisor started it.
 
     Row errors do not raise; see `RunResult`. Raises a BatchJobError, whose `exit_code` is that of the command line.
     """
-    echo, watcher = echo or console.echo, watcher or Watcher()
+    echo, observer = echo or console.echo, observer or RunObserver()
     if not spec.output:
         raise UsageError("give --output: the directory that the rows go to")
     if not spec.input:
@@ -122,12 +121,11 @@ def run(spec: JobSpec, *, echo: Echo | None = None, watcher: Watcher | None = No
         echo(too_many)
     task = SlurmTask.from_environ()
     limit = time_limit(spec, task, echo)  # counts from here: planning and fetching a model take time too
-    job = open_job(spec, echo, spec if watcher.team is None else watcher.team.asked)
+    job = open_job(spec, echo, observer.asked)
     with closing(job.store):
-        result = _run(job, watcher, task, limit, echo)
+        result = _run(job, observer, task, limit, echo)
     result.warnings += job.store.warnings
-    _add_earlier(result, watcher.assignment)
-    watcher.result(result, echo)
+    observer.result(result, echo)
     return result
 
 
@@ -234,11 +232,11 @@ def _refuse_difference(there: Manifest, asked: Manifest, output: Path) -> None:
 # -- running
 
 
-def _run(job: Job, watcher: Watcher, task: SlurmTask | None, limit: TimeLimit, echo: Echo) -> RunResult:
-    spec, store, team = job.spec, job.store, watcher.team
+def _run(job: Job, observer: RunObserver, task: SlurmTask | None, limit: TimeLimit, echo: Echo) -> RunResult:
+    spec, store, team = job.spec, job.store, observer.team
     started = time.monotonic()
     if (done := store.done()) is not None:
-        watcher.share(store.plan.chunks, None)
+        observer.share(store.plan.chunks, None)
         mine, _ = job.shard(set())
         num_rows = sum(chunk.num_rows for chunk in mine)
         result = RunResult(output=str(spec.output), rows_total=num_rows, rows_done=num_rows, rows_reused=num_rows)
@@ -248,24 +246,24 @@ def _run(job: Job, watcher: Watcher, task: SlurmTask | None, limit: TimeLimit, e
         return result
     committed = store.committed()
     mine, todo = job.shard(committed)
-    counts = Counts(
+    counts = ProgressCounts(
         rows_total=sum(chunk.num_rows for chunk in mine),
         rows_done=sum(chunk.num_rows for chunk in mine if chunk.index in committed),
     )
     result = RunResult(output=str(spec.output), rows_total=counts.rows_total, max_error_rate=spec.max_error_rate)
     result.rows_reused = counts.rows_done
-    watcher.share(store.plan.chunks, committed)
-    watcher.follow(counts)
+    observer.share(store.plan.chunks, committed)
+    observer.follow(counts)
     own = {chunk.index for chunk in mine}
     others = [c for c in store.plan.chunks if c.index not in committed and c.index not in own] if spec.steal else []
     if team is not None:
         others = [chunk for chunk in others if team.may_take(chunk.index)]
     if todo or others or not store.plan.chunks:
-        info = {**_attempt_info(spec, task, watcher.assignment), "team": None if team is None else team.to_json()}
-        with watcher.stop(stop_signals(spec, limit)) as stop:
+        info = {**_attempt_info(spec, task, observer.hints), "team": None if team is None else team.to_json()}
+        with observer.stop(stop_signals(spec, limit)) as stop:
             limit.begin()
             store.start_attempt(info)
-            watcher.attempt(store.attempt, store.output / ".batchjob" / "attempts")
+            observer.attempt(store.attempt, store.output / ".batchjob" / "attempts")
             needed = expected_bytes(spec, job.settings, store.plan, todo)
             if (warning := space_warning(store.output, needed, 2 * len(todo))) is not None:
                 echo(warning)
@@ -275,7 +273,7 @@ def _run(job: Job, watcher: Watcher, task: SlurmTask | None, limit: TimeLimit, e
                 with closing(store.lease((spec.shard_id, spec.num_shards)) if spec.lease else NoLease()) as lease:
                     lease.acquire(on_lost=lambda: stop.request("superseded", time.monotonic()))
                     chunks = SharedChunks(store, todo, others, counts, team) if spec.steal else OwnChunks(todo)
-                    _work(job, chunks, counts, result, stop, watcher, limit, lease, echo)
+                    _work(job, chunks, counts, result, stop, observer, limit, lease, echo)
                     lease.check()
             if team is not None or counts.rows_done < counts.rows_total:  # others of a team may have rows to do
                 result.stopped_by = stop.reason
@@ -284,13 +282,12 @@ def _run(job: Job, watcher: Watcher, task: SlurmTask | None, limit: TimeLimit, e
             ended["first_token_seconds"] = result.first_token_seconds
             store.note_attempt({**info, "ended": ended})
             if result.stopped_by is not None:
-                made_progress = num_finished + watcher.assignment.rows_finished > 0
-                result.requeue = requeue(spec, task, stop, made_progress=made_progress)
+                result.requeue = requeue(spec, task, stop, made_progress=num_finished > 0)
     result.rows_done, result.rows_total = counts.rows_done, counts.rows_total
     result.prompt_tokens, result.output_tokens = counts.prompt_tokens, counts.output_tokens
     is_complete = len(store.committed()) == max(1, len(store.plan.chunks))  # sees what others have committed, too
     result.take_counts(store.counts().to_json())
-    watcher.counted(store)
+    observer.counted(store)
     if is_complete:
         store.finish()
         result.job_complete = True
@@ -301,10 +298,10 @@ def _run(job: Job, watcher: Watcher, task: SlurmTask | None, limit: TimeLimit, e
 def _work(
     job: Job,
     chunks: OwnChunks,
-    counts: Counts,
+    counts: ProgressCounts,
     result: RunResult,
     stop: StopSignals,
-    watcher: Watcher,
+    observer: RunObserver,
     limit: TimeLimit,
     lease: Lease | NoLease,
     echo: Echo,
@@ -319,7 +316,7 @@ def _work(
     with ExitStack() as stack:
         feeder = Feeder(job.feeder_config, echo)
         stack.callback(feeder.close)
-        watcher.phase(LOAD)
+        observer.phase(LOAD)
         loading = time.monotonic()
         echo(_model_line(settings))
         tokenizer = load_tokenizer(job.tokenizer_name, job.tokenizer_digest)
@@ -340,7 +337,7 @@ def _work(
             dtype=settings.dtype,
             device=settings.device,
             eos_token_ids=settings.eos_token_ids,
-            halvings=watcher.assignment.halvings,
+            halvings=observer.hints.memory_backoff,
             attention_backend=spec.attention_backend,
             kv_cache_dtype=spec.kv_cache_dtype,
             cuda_graphs=spec.cuda_graphs,
@@ -351,14 +348,14 @@ def _work(
             tensor_parallel=spec.tensor_parallel,
             unknown_token_ids=tuple(unknown),
         )
-        engine = create_engine(spec, settings.model, config, tokenizer, before_step=watcher.before_step)
+        engine = create_engine(spec, settings.model, config, tokenizer, before_step=observer.before_step)
         stack.callback(engine.close)
         if settings.model is not None:
             settings.model.refuse_changed_files()
         lease.settle(give_up=lambda: stop.stopping)
         reader = InputReader(job.store.plan, max_row_bytes=spec.max_row_bytes)
         stack.callback(reader.close)
-        watcher.header(_header(job, tokenizer, engine.capacity.description, time.monotonic() - loading), echo)
+        observer.header(_header(job, tokenizer, engine.capacity.description, time.monotonic() - loading), echo)
         progress = Progress(counts, mode=spec.progress, echo=echo)
         stack.callback(progress.close)
         loop = Loop(
@@ -371,7 +368,7 @@ def _work(
             counts=counts,
             progress=progress,
             stop=stop,
-            watcher=watcher,
+            observer=observer,
             lease=lease,
             time_limit=limit,
             flush_interval=spec.flush_interval,
@@ -382,10 +379,10 @@ def _work(
             on_first_prompt=partial(_show_first_prompt, job, tokenizer, echo) if job.is_new else None,
         )
         started = time.monotonic()
-        watcher.phase(RUN)
+        observer.phase(RUN)
         try:
             loop.run(chunks)
-            watcher.phase(END)
+            observer.phase(END)
         finally:
             result.seconds = time.monotonic() - started
             if loop.first_token_at is not None:
@@ -399,7 +396,7 @@ def _work(
 # -- what a person is told
 
 
-def _attempt_info(spec: JobSpec, task: SlurmTask | None, assignment: Assignment) -> dict[str, Any]:
+def _attempt_info(spec: JobSpec, task: SlurmTask | None, hints: RestartHints) -> dict[str, Any]:
     """What may differ between attempts, kept as a record."""
     names = (
         "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory", "attention_backend", "cuda_graphs",
@@ -416,23 +413,12 @@ def _attempt_info(spec: JobSpec, task: SlurmTask | None, assignment: Assignment)
         "prefix_caching": spec.prefix_caching,
         "flush_interval": spec.flush_interval,
         **free,
-        "restarts": assignment.restarts,
-        "last_end": assignment.last_end,
-        "limits_halved": assignment.halvings,
-        "num_suspects": sum(map(len, assignment.suspects)),
-        "condemned": sorted(assignment.condemned),
+        "restarts": hints.restarts,
+        "last_end": hints.last_end,
+        "limits_halved": hints.memory_backoff,
+        "num_suspects": sum(map(len, hints.suspects)),
+        "condemned": sorted(hints.poisoned),
     }
-
-
-def _add_earlier(result: RunResult, assignment: Assignment) -> None:
-    """What attempts of the same supervisor did before belongs to one run, for a person."""
-    result.rows_reused = max(0, result.rows_reused - assignment.rows_finished)
-    result.prompt_tokens += assignment.prompt_tokens
-    result.output_tokens += assignment.output_tokens
-    result.seconds += assignment.seconds
-    if assignment.restarts:
-        times = "once" if assignment.restarts == 1 else f"{assignment.restarts} times"
-        result.warnings.append(f"the worker was restarted {times}, the last time because it {assignment.last_end}")
 
 
 def _model_line(settings: Settings) -> str:

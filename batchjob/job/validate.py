@@ -19,7 +19,7 @@ from batchjob.inputs.planner import PlanResult, make_plan
 from batchjob.inputs.reader import InputReader
 from batchjob.job.first_rows import check_first_rows
 from batchjob.job.settings import now, parse_memory, prompt_config, prompt_source
-from batchjob.job.stopping import time_limit
+from batchjob.job.stop import time_limit
 from batchjob.prompts import PromptBuilder
 from batchjob.prompts.feeder import Feeder, FeederConfig, PromptFeeder
 from batchjob.prompts.paths import look_up_or_none

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from batchjob.errors import StoppedEarlyError
-from batchjob.job.stop_signals import TERM_DRAIN_SECONDS
+from batchjob.job.stop import TERM_DRAIN_SECONDS
 from batchjob.slurm.tools import call
 
 _REQUEUE_CODE = StoppedEarlyError.exit_code

@@ -14,7 +14,7 @@ BAR_INTERVAL = 0.2  # seconds between two refreshes of the bar
 
 
 @dataclass(slots=True)
-class Counts:
+class ProgressCounts:
     """Running totals of one process. Rows count as done whether they ended well or as an error."""
 
     rows_total: int = 0
@@ -27,9 +27,11 @@ class Counts:
 
 
 class Progress:
-    """Shows `Counts`. `update` may be called at every step: it returns at once until its interval is over."""
+    """Shows `ProgressCounts`. `update` may be called at every step: it returns at once until its interval is over."""
 
-    def __init__(self, counts: Counts, *, mode: str, echo: Callable[[str], None], stream: TextIO | None = None) -> None:
+    def __init__(
+        self, counts: ProgressCounts, *, mode: str, echo: Callable[[str], None], stream: TextIO | None = None
+    ) -> None:
         """mode: "auto", "bar", "lines" or "none". `echo` writes one plain line."""
         out = stream or sys.stderr
         self._counts = counts
@@ -62,6 +64,11 @@ class Progress:
             self._show()
         else:
             self._echo(self._line())
+
+    @property
+    def has_bar(self) -> bool:
+        """A bar stands on the last line of the terminal."""
+        return self._bar is not None
 
     def _show(self) -> None:
         self._bar.set_postfix_str(self._speed(), refresh=False)

@@ -1,4 +1,4 @@
-"""One attempt: a worker from its start to its end, its deadlines kept."""
+"""`Attempt`: a worker from its start to its end, held to its deadlines."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 
-from batchjob.job.observer import LOAD, RUN, START, Assignment, Team
-from batchjob.job.stop_signals import StopSignals
+from batchjob.job.observer import LOAD, RUN, START, RestartHints, Team
+from batchjob.job.stop import StopSignals
 from batchjob.notes import write_note
 from batchjob.spec import JobSpec
 from batchjob.supervisor.oom import num_memory_kills
 from batchjob.supervisor.protocol import Kind, Lost, StopOrder
 from batchjob.supervisor.restart_policy import AttemptEnd
 from batchjob.supervisor.worker_process import WorkerProcess
-from batchjob.supervisor.worker_state import Journal, Listener
+from batchjob.supervisor.worker_state import Listener, WorkerState
 
 GRACE = 3.0  # seconds after a deadline before the worker is killed: SIGTERM means 15, and 20 must not be passed
 GRACE_WARNED = 30.0  # the same for an announced end, which leaves a minute: for a long step, the last tokens, a requeue
 GRACE_NOW = 2.0  # the same when everything is to end at once
-LAST_WORDS = 10.0  # seconds that a worker may take to be gone after it has said how it ends
+END_WAIT = 10.0  # seconds that a worker may take to end after it has told how it ends
 _TICK = 1.0  # seconds at most between two looks around
-_SHORT_TICK = 0.02  # the same while a worker is going
+_SHORT_TICK = 0.02  # the same while a worker ends
 _STACKS_TICK = 0.1  # the same while it writes its stacks
 _LONG_TICK = 2.0  # a longer one means that this process was stopped too, and nothing can be said about the worker
 _MAX_SHOWN = 16_384  # characters of stacks that are printed
@@ -46,20 +46,21 @@ class StopNotice:
 
 
 class Attempt:
-    """`poll` it until it has come to its end, whenever there is something to read from `fileno` and at least every
-    `patience()` seconds. Then `exit_code` is that of a worker that ended itself, else None; `journal` is what it said.
+    """`poll` it until it has ended, whenever there is something to read from `fileno` and at least every `patience()`
+    seconds. Then `exit_code` and `exit_message` are those of a worker that ended itself, else None and empty.
+    `worker_state` is what its messages tell.
     """
 
     def __init__(
         self,
         spec: JobSpec,
-        assignment: Assignment,
+        hints: RestartHints,
+        team: Team,
         stop: StopSignals,
         notice: StopNotice,
         echo: Callable[[str], None],
         *,
         debug: bool,
-        team: Team | None = None,
         environ: Mapping[str, str] | None = None,
         listener: Listener | None = None,
     ) -> None:
@@ -67,61 +68,62 @@ class Attempt:
         self._notice = notice
         self._echo = echo
         self._timeouts = {LOAD: spec.load_timeout, RUN: spec.stall_timeout}
-        suspects = {*assignment.condemned, *(row for group in assignment.suspects for row in group)}
-        self.journal = Journal(suspects, listener)
+        suspects = {*hints.poisoned, *(row for group in hints.suspects for row in group)}
+        self.worker_state = WorkerState(suspects, listener)
         self.exit_code: int | None = None
+        self.exit_message = ""
         self._memory_kills = num_memory_kills()
-        self._worker = WorkerProcess(spec, assignment, debug=debug, team=team, environ=environ)
-        self._gone_by: float | None = None  # set once it has nothing more to say
+        self._process = WorkerProcess(spec, hints, team, debug=debug, environ=environ)
+        self._gone_by: float | None = None  # set once no more messages will come
         self._last_news = self._last_tick = time.monotonic()
         self._told: StopOrder | None = None
         self._kill_at = float("inf")
         self._hang: str | None = None
 
     def poll(self) -> AttemptEnd | None:
-        """Takes in what the worker has said, and keeps its deadlines. How it ended, once it has."""
+        """Takes in the worker's messages, and keeps its deadlines. Returns how it ended, once it has."""
         if self._gone_by is None:
             if self._hear():
                 self._look_around()
                 return None
-            self._gone_by = time.monotonic() + LAST_WORDS
-        code = self._worker.wait(0)
+            self._gone_by = time.monotonic() + END_WAIT
+        code = self._process.wait(0)
         if code is None and time.monotonic() < self._gone_by:
             return None
         return self._end(code)
 
     def fileno(self) -> int | None:
-        """Readable when there is something to hear; None when no more will be said."""
-        return self._worker.fileno() if self._gone_by is None else None
+        """Returns a descriptor that is readable when there is a message; None when no more will come."""
+        return self._process.fileno() if self._gone_by is None else None
 
     def patience(self) -> float:
-        """Seconds until the next look."""
+        """Returns the seconds until the next `poll`."""
         if self._gone_by is not None:
             return _SHORT_TICK
         longest = _TICK if self._hang is None else _STACKS_TICK
         return min(longest, max(_SHORT_TICK, self._kill_at - time.monotonic()))
 
     def tell_lost(self, member: int) -> None:
-        self._worker.tell(Lost(member))
+        self._process.tell(Lost(member))
 
     def kill(self) -> None:
         self._kill_at = 0.0
-        self._worker.kill()
+        self._process.kill()
 
     def close(self) -> None:
-        """Ends the worker, if it has not ended, and lets go of it."""
-        self._worker.close()
+        """Ends the worker, if it has not ended, and closes its pipes."""
+        self._process.close()
 
     def _hear(self) -> bool:
-        """Takes in what the worker has said. False once it is gone, or has nothing more to say."""
-        is_gone = self._worker.wait(0) is not None  # asked first: what it said before that is still there to read
-        data = self._worker.read()
+        """Takes in the worker's messages. Returns False once no more will come."""
+        is_gone = self._process.wait(0) is not None  # asked first: what it wrote before that is still there to read
+        data = self._process.read()
         if data is None or (is_gone and not data):
             return False
         if data:
             self._last_news = time.monotonic()
-            self.journal.feed(data)
-        return self.journal.end is None
+            self.worker_state.feed(data)
+        return self.worker_state.end is None
 
     def _look_around(self) -> None:
         now = time.monotonic()
@@ -130,12 +132,12 @@ class Attempt:
         self._last_tick = now
         if self._stop.stopping:
             self._pass_on_the_stop()
-        if self._hang is not None and self._worker.has_answered():
+        if self._hang is not None and self._process.has_answered():
             self._kill_at = 0.0
         elif self._hang is None and now < self._kill_at:
             self._watch(now)
         if now >= self._kill_at:
-            self._worker.kill()
+            self._process.kill()
 
     # -- signals
 
@@ -143,10 +145,10 @@ class Attempt:
         stop = self._stop
         assert stop.reason is not None
         order = StopOrder(stop.reason, stop.deadline, stop.now, stop.warned)
-        if self.journal.phase in (START, LOAD):
+        if self.worker_state.phase in (START, LOAD):
             self._kill_at = 0.0  # there is nothing to finish, and a model that loads cannot be interrupted otherwise
         elif order != self._told:
-            self._worker.tell(order)
+            self._process.tell(order)
             self._notice.tell(order)
             is_shortened = self._told is not None and stop.deadline < self._told.deadline  # by SIGTERM
             grace = GRACE_WARNED if stop.warned and not is_shortened else GRACE
@@ -156,38 +158,38 @@ class Attempt:
     # -- the watchdog
 
     def _watch(self, now: float) -> None:
-        timeout = self._timeouts.get(self.journal.phase, 0.0)
+        timeout = self._timeouts.get(self.worker_state.phase, 0.0)
         silence = now - self._last_news
         if not timeout or silence < timeout:
             return
-        doing = "loading the model" if self.journal.phase == LOAD else "making a step"
+        doing = "loading the model" if self.worker_state.phase == LOAD else "making a step"
         self._hang = f"hung: {silence:.0f} s without {doing}"
-        self._worker.ask_for_stacks()
+        self._process.ask_for_stacks()
 
     # -- the end
 
     def _end(self, code: int | None) -> AttemptEnd:
-        """`code` is None for a worker that has said its last and does not go."""
-        journal = self.journal
+        """`code` is None for a worker that has told how it ends and does not."""
+        worker = self.worker_state
         kind, how = self._kind_and_how(code)
         if kind is not Kind.EXIT:
             self._keep_stacks()
         return AttemptEnd(
             kind,
             how,
-            in_flight=tuple(journal.in_flight),
-            newest=journal.newest,
-            cleared=frozenset(journal.cleared),
-            num_finished=journal.num_finished,
-            has_computed=journal.has_computed,
+            in_flight=tuple(worker.in_flight),
+            newest=worker.newest,
+            cleared=frozenset(worker.cleared),
+            num_finished=worker.num_finished,
+            has_computed=worker.has_computed,
             signal=-code if code is not None and code < 0 else None,
         )
 
     def _kind_and_how(self, code: int | None) -> tuple[Kind, str]:
-        if self.journal.end is not None:
-            kind, exit_code, message = self.journal.end
+        if self.worker_state.end is not None:
+            kind, exit_code, message = self.worker_state.end
             if kind is Kind.EXIT:
-                self.exit_code = exit_code
+                self.exit_code, self.exit_message = exit_code, message
             return kind, f"failed: {message}"
         if self._hang is not None:
             return Kind.HANG, self._hang
@@ -199,15 +201,15 @@ class Attempt:
         return Kind.CRASH, f"was killed by {name}"
 
     def _keep_stacks(self) -> None:
-        journal = self.journal
-        stacks = self._worker.stacks()
+        worker = self.worker_state
+        stacks = self._process.stacks()
         if not stacks:
             if self._hang is not None:
                 self._echo("the worker did not answer with its stacks: it is stuck in the kernel, or was stopped")
             return
         where = ""
-        if journal.attempt is not None and journal.directory is not None:
-            path = journal.directory / f"{journal.attempt}.stacks"
+        if worker.attempt is not None and worker.directory is not None:
+            path = worker.directory / f"{worker.attempt}.stacks"
             try:
                 write_note(path, f"{stacks}\n")
                 where = f" (kept in {path})"

@@ -1,25 +1,22 @@
-"""What supervisor and worker say to each other.
+"""The messages between supervisor and worker.
 
 Down the worker's standard input go pickles: one `Orders`, then a `StopOrder` whenever the supervisor's view of the end
 changes, and a `Lost` whenever a device of its team is given up. Its end of file means that the supervisor is gone. Up a
-pipe come lines of text, each one write, so that what a worker said last can be read after its death:
+pipe come lines of text, each one write, so that a worker's last lines can be read after its death:
 
     phase NAME              see batchjob.job.observer
     attempt JSON            name and directory of the attempt
     + ROW ROW ...           these rows enter the engine with the step that begins now
     - ROW ROW ...           these rows are finished, and in the store
-    . PROMPT OUTPUT ...     something was achieved; tokens of this attempt so far; then, once they are known, failed
-                            rows of this attempt, and sequences that run and that wait
-    end JSON                why the worker ends: kind, exit code, message
-
-A worker of a team prints nothing itself, and says what the supervisor must know to speak for all of them:
-
+    . PROMPT OUTPUT ...     a sign of progress; tokens of this attempt so far; then, once they are known, failed rows of
+                            this attempt, and sequences that run and that wait
     say JSON                a line for a person
-    header JSON             the lines that a person is told before the first step
+    header JSON             the lines that a person sees before the first step
     share ROWS DONE         rows of the command's shard, and those in parts
-    chunk INDEX ROW ROWS COMPLETE   this chunk is taken up: its first row, its rows, and those complete already
-    result JSON             what the run came to: RunResult, rows in parts, rows in open chunks (see store.counts), and
-                            whether every chunk of the command's shard has its part
+    chunk INDEX ROW ROWS COMPLETE   this chunk is opened: its first row, its rows, and those complete already
+    result JSON             RunResult, output rows in parts, those in open chunks (see store.counts), and whether every
+                            chunk of the command's shard has its part
+    end JSON                why the worker ends: kind, exit code, message
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from batchjob.job.observer import Assignment, Team
+from batchjob.job.observer import RestartHints, Team
 from batchjob.spec import JobSpec
 
 
@@ -48,12 +45,12 @@ class Orders:
     """Everything that a worker is started with."""
 
     spec: JobSpec
-    assignment: Assignment
+    hints: RestartHints
+    team: Team
     parent_pid: int
     report_fd: int  # where its lines go
     stacks_fd: int  # where the stacks of its threads go, when asked for or in a crash
     debug: bool = False
-    team: Team | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,93 +1,103 @@
-"""`Voice`: what a person sees of several workers: one header, one progress line, and lines that name their device."""
+"""`Reporter`: all that a person sees of a command's workers: one header, one progress line, and lines that name their
+device where there are several."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from batchjob.job.observer import LOAD, START
-from batchjob.report.progress import Counts, Progress
+from batchjob.job.observer import LOAD, START, in_shard
+from batchjob.report.progress import Progress, ProgressCounts
 from batchjob.spec import JobSpec
-from batchjob.supervisor.replica import Lane
-from batchjob.supervisor.row_counts import Tally
+from batchjob.supervisor.job_rows import JobRows
+
+if TYPE_CHECKING:
+    from batchjob.supervisor.replica import Replica
 
 
-class Voice:
-    def __init__(
-        self, spec: JobSpec, names: Sequence[str], is_own: Callable[[int], bool], echo: Callable[[str], None]
-    ) -> None:
-        """`names` of the devices; `is_own` says of the index of a chunk whether it is of the command's shard."""
-        self.tally = Tally(is_own)
+class Reporter:
+    def __init__(self, spec: JobSpec, names: Sequence[str], echo: Callable[[str], None]) -> None:
+        """`names` of the devices."""
+        self.rows = JobRows(lambda chunk_index: in_shard(spec, chunk_index))
         self._mode = spec.progress
         self._names = names
         self._echo = echo
-        self._said: set[str] = set()
+        self._printed: set[str] = set()  # lines that are printed once, whichever worker finds them
         self._has_header = False
-        self._counts = Counts()
+        self._counts = ProgressCounts()
         self._progress: Progress | None = None
         self._rows_reused = 0  # that the progress knows of
         self._began: float | None = None
+        self._ended: float | None = None
 
     def print(self, line: str) -> None:
-        """On a terminal the last line is the bar's: what we say goes below it."""
-        self._echo(f"\n{line}" if self._progress is not None and sys.stderr.isatty() else line)
+        """Prints a line, below the bar if there is one."""
+        self._echo(f"\n{line}" if self._progress is not None and self._progress.has_bar else line)
 
-    def said(self, lane: Lane, phase: str, line: str) -> None:
-        """Before the model is loaded it is about the job, and all of them find the same; later about the device."""
-        if phase == START:
-            self._once(line)
-        elif phase != LOAD or lane.num_restarts:
-            self.print(f"{lane.name}: {line}")
-        elif line.startswith("loading ") and not any(said.startswith("loading ") for said in self._said):
-            self._once(f"{line.rpartition(' on ')[0]} on {', '.join(self._names)})")
-        elif not line.startswith("loading "):
-            self._once(line)
+    def labelled(self, replica: Replica, line: str) -> str:
+        return line if len(self._names) == 1 else f"{replica.name}: {line}"
 
-    def header(self, lane: Lane, lines: Sequence[str]) -> None:
-        """Of whoever has loaded first, and once; then only of those that were started again."""
+    def said(self, replica: Replica, phase: str, line: str) -> None:
+        """Prints a worker's line. Before the model is loaded it is about the job, and all workers find the same; later
+        it is about the device."""
+        is_loading = line.startswith("loading ")
+        if len(self._names) == 1 or (phase != START and (phase != LOAD or replica.num_restarts)):
+            replica.echo(line)
+        elif phase == START or not is_loading:
+            self._print_once(line)
+        elif not any(printed.startswith("loading ") for printed in self._printed):
+            self._print_once(f"{line.rpartition(' on ')[0]} on {', '.join(self._names)})")
+
+    def header(self, replica: Replica, lines: Sequence[str]) -> None:
+        """Prints the header of the replica that has loaded first; later only the engine's line of restarted ones."""
         engine, *others = lines
         if not self._has_header:
             self._has_header = True
-            for line in (engine, f"devices   {len(self._names)}: {', '.join(self._names)}", *others):
-                self._once(line)
-        elif lane.num_restarts:
-            self.print(f"{lane.name}: {engine}")
+            devices = [f"devices   {len(self._names)}: {', '.join(self._names)}"] if len(self._names) > 1 else []
+            for line in (engine, *devices, *others):
+                self._print_once(line)
+        elif replica.num_restarts:
+            replica.echo(engine)
 
-    def _once(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
+    def _print_once(self, line: str) -> None:
+        if line not in self._printed:
+            self._printed.add(line)
             self.print(line)
 
     # -- progress
 
     def begin(self) -> None:
-        """A worker has loaded and makes its first step."""
+        """A worker has loaded and begins its first step."""
         if self._began is None:
             self._began = time.monotonic()
 
-    def show(self, lanes: Sequence[Lane]) -> None:
+    def end(self) -> None:
+        """A worker has made its last step."""
+        self._ended = time.monotonic()
+
+    def show(self, replicas: Sequence[Replica]) -> None:
         if self._began is None:
             return
-        counts, tally = self._counts, self.tally
-        counts.rows_total, counts.rows_done = tally.rows_total, tally.rows_done
-        counts.rows_failed = sum(lane.num_failed for lane in lanes)
-        counts.prompt_tokens = sum(lane.prompt_tokens for lane in lanes)
-        counts.output_tokens = sum(lane.output_tokens for lane in lanes)
-        journals = [lane.attempt.journal for lane in lanes if lane.attempt is not None]
-        counts.num_running = sum(journal.num_running for journal in journals)
-        counts.num_waiting = sum(journal.num_waiting for journal in journals)
+        counts, rows = self._counts, self.rows
+        counts.rows_total, counts.rows_done = rows.rows_total, rows.rows_done
+        counts.rows_failed = sum(replica.rows_failed for replica in replicas)
+        counts.prompt_tokens = sum(replica.prompt_tokens for replica in replicas)
+        counts.output_tokens = sum(replica.output_tokens for replica in replicas)
+        running = [replica.attempt.worker_state for replica in replicas if replica.attempt is not None]
+        counts.num_running = sum(worker.num_running for worker in running)
+        counts.num_waiting = sum(worker.num_waiting for worker in running)
         if self._progress is None:
             self._progress = Progress(counts, mode=self._mode, echo=self._echo)
-        elif tally.rows_reused > self._rows_reused:
-            self._progress.reused(tally.rows_reused - self._rows_reused)
-        self._rows_reused = tally.rows_reused
+        elif rows.rows_reused > self._rows_reused:
+            self._progress.reused(rows.rows_reused - self._rows_reused)
+        self._rows_reused = rows.rows_reused
         self._progress.update()
 
     @property
     def seconds(self) -> float:
-        """Since the first step; 0 before it."""
-        return 0.0 if self._began is None else time.monotonic() - self._began
+        """Seconds from the first step to the last; 0 before the first."""
+        return 0.0 if self._began is None else (self._ended or time.monotonic()) - self._began
 
     def close(self) -> None:
         if self._progress is not None:

@@ -1,23 +1,23 @@
-"""What follows after an attempt that did not end by itself: how the next one runs, or why there is none."""
+"""`RestartPolicy`: how the next attempt runs after one that did not end by itself, or why there is none."""
 
 from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
 
-from batchjob.job.observer import Assignment
+from batchjob.job.observer import RestartHints
 from batchjob.supervisor.protocol import Kind
 from batchjob.supervisor.suspects import NUM_PROOFS, Suspects
 
 MAX_FRUITLESS = 3  # attempts in a row that made no row durable and no group of suspects smaller
-MAX_HALVINGS = 6  # of the engine's limits
-MAX_CONDEMNED = 100  # rows, after which it is not the rows
+MAX_BACKOFF = 6  # times that the engine's limits are halved
+MAX_POISONED = 100  # rows, after which it is not the rows
 MAX_DEVICE_ENDS = 2  # in a row, without a row
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptEnd:
-    """How an attempt came to its end without being asked to."""
+    """How an attempt ended without being asked to."""
 
     kind: Kind
     how: str  # for a person: "was killed by SIGSEGV"
@@ -29,72 +29,74 @@ class AttemptEnd:
     signal: int | None = None  # that killed the worker
 
 
-class Policy:
+class RestartPolicy:
     """Fed with one `AttemptEnd` after the other. `gave_up` says why there must be no further attempt."""
 
     def __init__(self) -> None:
         self.suspects = Suspects()
-        self.halvings = 0
+        self.memory_backoff = 0
         self.gave_up: str | None = None
         self.device_lost = False  # another machine may do better
         self._num_fruitless = 0
         self._num_device_ends = 0
         self._num_attempts = 0  # since a row was made durable
         self._max_accused = 1
-        self._num_condemned = 0
+        self._num_poisoned = 0
         self._was_killed = False  # by SIGKILL, and no single row was to blame
 
-    def assignment(self, **progress: int | float | str | None) -> Assignment:
-        """The orders for the next attempt. `progress` are the remaining fields of an Assignment."""
-        return Assignment(
+    def hints(self, *, restarts: int = 0, last_end: str | None = None) -> RestartHints:
+        """Returns the hints for the next attempt."""
+        return RestartHints(
             suspects=tuple(map(tuple, self.suspects.groups)),
-            condemned=dict(self.suspects.condemned),
-            halvings=self.halvings,
-            **progress,  # type: ignore[arg-type]
+            poisoned=dict(self.suspects.poisoned),
+            memory_backoff=self.memory_backoff,
+            restarts=restarts,
+            last_end=last_end,
         )
 
     def note(self, end: AttemptEnd) -> str:
-        """Takes an end in and returns, for a person, what is done about it."""
+        """Takes in an end and returns the remedy, for a person."""
         self.suspects.clear(end.cleared)
         self._num_attempts += 1
         if end.num_finished:
             self._num_fruitless = self._num_attempts = self._num_device_ends = 0
             self.suspects.others_got_through()
         if self._is_memory(end):
-            self.halvings += 1
+            self.memory_backoff += 1
             self._num_fruitless = 0
-            remedy = f"memory ran out: the engine's limits are halved ({self.halvings} of {MAX_HALVINGS} times)"
+            remedy = f"memory ran out: the engine's limits are halved ({self.memory_backoff} of {MAX_BACKOFF} times)"
         else:
             remedy = self._accuse(end)
         self._give_up(end)
         return remedy
 
     def _is_memory(self, end: AttemptEnd) -> bool:
-        """Besides where it is plain: killed by SIGKILL once more, although each row got through apart from the rest."""
-        if self.halvings == MAX_HALVINGS:
+        """Returns whether memory ran out: where it is plain, and where SIGKILL came once more although each row got
+        through apart from the rest."""
+        if self.memory_backoff == MAX_BACKOFF:
             return False
         if end.kind is Kind.MEMORY:
             return True
-        is_innocent = not self.suspects.groups and not self.suspects.condemned
+        is_innocent = not self.suspects.groups and not self.suspects.poisoned
         if end.kind is not Kind.CRASH or end.signal != signal.SIGKILL or not is_innocent:
             return False
         self._was_killed = not self._was_killed
         return not self._was_killed
 
     def _accuse(self, end: AttemptEnd) -> str:
-        num_condemned = len(self.suspects.condemned)
+        num_poisoned = len(self.suspects.poisoned)
         narrowed = self.suspects.accuse(end.in_flight, end.newest, end.how)
-        is_condemned = len(self.suspects.condemned) > num_condemned
+        is_poisoned = len(self.suspects.poisoned) > num_poisoned
         self._max_accused = max(self._max_accused, len(end.in_flight))
-        if is_condemned or (narrowed and (end.has_computed or self.suspects.are_compared(end.in_flight))):
+        if is_poisoned or (narrowed and (end.has_computed or self.suspects.are_compared(end.in_flight))):
             self._num_fruitless = 0
         elif not end.num_finished:
             self._num_fruitless += 1
         if end.kind is Kind.DEVICE:
             self._num_device_ends += not end.num_finished
-        if is_condemned:
+        if is_poisoned:
             self._was_killed = False  # now it is explained
-            self._num_condemned += 1
+            self._num_poisoned += 1
             return f"row {end.in_flight[0]} did it alone, twice: it becomes an error row"
         if not end.in_flight:
             return "no row was in the engine"
@@ -112,9 +114,9 @@ class Policy:
         if self._num_device_ends >= MAX_DEVICE_ENDS:
             self.device_lost = True
             self.gave_up = f"the device failed {self._num_device_ends} times in a row"
-        elif self._num_fruitless >= MAX_FRUITLESS or self._num_attempts >= max_attempts + self.halvings:
+        elif self._num_fruitless >= MAX_FRUITLESS or self._num_attempts >= max_attempts + self.memory_backoff:
             self.gave_up = f"{self._num_attempts} attempts in a row came down without finishing a row"
         elif num_doubtful > MAX_FRUITLESS:
             self.gave_up = f"{num_doubtful} rows brought the engine down, each alone, and none got through in between"
-        elif self._num_condemned > MAX_CONDEMNED:
-            self.gave_up = f"{self._num_condemned} rows brought the engine down: that is more than bad rows"
+        elif self._num_poisoned > MAX_POISONED:
+            self.gave_up = f"{self._num_poisoned} rows brought the engine down: that is more than bad rows"

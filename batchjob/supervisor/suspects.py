@@ -19,23 +19,23 @@ NUM_PROOFS = 2  # times that a row must kill the engine alone
 
 
 class Suspects:
-    """`groups` in the order in which they are to run, each a list of rows; `condemned` are rows that killed it alone
+    """`groups` in the order in which they are to run, each a list of rows; `poisoned` are rows that killed it alone
     often enough and are not yet written as errors, with how they did."""
 
     def __init__(self) -> None:
         self.groups: list[list[int]] = []
-        self.condemned: dict[int, str] = {}
+        self.poisoned: dict[int, str] = {}
         self._alone: dict[int, int] = {}  # row -> times it killed the engine alone
         self._compared: set[int] = set()  # suspects since whose first accusation other rows got through
 
     @property
     def rows(self) -> set[int]:
-        return {row for group in self.groups for row in group} | set(self.condemned)
+        return {row for group in self.groups for row in group} | set(self.poisoned)
 
     @property
     def num_doubtful(self) -> int:
-        """Condemned rows since whose first accusation no other row got through: it may be the engine."""
-        return len(self.condemned.keys() - self._compared)
+        """Poisoned rows since whose first accusation no other row got through: it may be the engine."""
+        return len(self.poisoned.keys() - self._compared)
 
     def others_got_through(self) -> None:
         """Other rows were finished since the last `accuse`."""
@@ -48,7 +48,7 @@ class Suspects:
         """These rows are finished."""
         self.groups = [left for group in self.groups if (left := [row for row in group if row not in rows])]
         for row in rows:
-            self.condemned.pop(row, None)
+            self.poisoned.pop(row, None)
             self._alone.pop(row, None)
         self._compared.difference_update(rows)
 
@@ -83,5 +83,5 @@ class Suspects:
         count = self._alone[row] = self._alone.get(row, 0) + 1
         if count < NUM_PROOFS:
             return [[row]]
-        self.condemned[row] = how
+        self.poisoned[row] = how
         return []

@@ -1,7 +1,7 @@
 """The worker process of a supervisor: `python -m batchjob.supervisor.worker`, with its orders on standard input.
 
-It runs the job like any process does, tells its supervisor how far it is, and is gone within a second of the
-supervisor's death. Signals are the supervisor's; a stop comes as an order.
+It runs the job like any process does, reports to its supervisor and prints nothing but tracebacks itself, and is gone
+within a second of the supervisor's death. Signals are the supervisor's; a stop comes as an order.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from batchjob.child_process import die_with_parent, listen, receive, take_standard_input
 from batchjob.errors import BatchJobError, EngineError, FeederError, UnsupportedModelError
-from batchjob.job.observer import RUN, START, Watcher
-from batchjob.job.stop_signals import StopSignals
-from batchjob.report.console import echo
+from batchjob.job.observer import RUN, START, RunObserver, in_shard
+from batchjob.job.stop import StopSignals
 from batchjob.supervisor.protocol import Kind, Lost, Orders, StopOrder, end_line, rows_line
 from batchjob.supervisor.worker_process import STACKS_SIGNAL
 
@@ -30,8 +29,9 @@ if TYPE_CHECKING:
     from batchjob.core.step_plan import StepPlan
     from batchjob.job.observer import Team
     from batchjob.plan import Chunk
-    from batchjob.report.progress import Counts
+    from batchjob.report.progress import ProgressCounts
     from batchjob.report.result import RunResult
+    from batchjob.spec import JobSpec
     from batchjob.store.store import Store
 
 ALIVE_INTERVAL = 0.5  # seconds between two signs of life: a stall timeout may be a second
@@ -40,7 +40,7 @@ _DEVICE = ("cuda error", "cudnn error", "nccl error", "no cuda gpus are availabl
 
 
 class OrderedStop(StopSignals):
-    """The end as the supervisor wants it. No signal is handled here."""
+    """A stop that the supervisor orders. No signal is handled here."""
 
     def __init__(self) -> None:
         super().__init__(lambda: 0.0)
@@ -55,19 +55,21 @@ class OrderedStop(StopSignals):
         self.reason = self.reason or order.reason
 
 
-class PipeWatcher(Watcher):
-    """Writes to the supervisor. A line is one write before the fact that it tells of, so it survives a crash."""
+class PipeObserver(RunObserver):
+    """Writes to the supervisor, which prints for all workers. A line is one write, and comes before the step that may
+    crash, so it can be read after a crash."""
 
     def __init__(self, orders: Orders, stop: OrderedStop) -> None:
-        self.assignment = orders.assignment
-        self.team = orders.team
+        self.hints = orders.hints
+        self.asked: JobSpec = orders.team.asked
+        self.team = orders.team if orders.team.size > 1 else None
         self.current_phase = START
         self._fd = orders.report_fd
         self._stop = stop
         self._in_flight: set[int] = set()
         self._finished: list[int] = []
         self._next_alive = 0.0
-        self._counts: Counts | None = None
+        self._counts: ProgressCounts | None = None
         self._left: list[dict[str, Any]] = []
         self._is_shard_in_parts = False
         self._sending = threading.Lock()
@@ -88,7 +90,7 @@ class PipeWatcher(Watcher):
         return self._tell_admitted
 
     def _tell_admitted(self, plan: StepPlan) -> None:
-        """A row that is new to the engine is in the prefill part of a plan, whatever the prefix cache had of it."""
+        """Reports the rows that are new to the engine. They are in the prefill part of a plan, whatever is cached."""
         prefills = plan.slices[plan.num_decodes :]
         if not prefills:
             return
@@ -118,23 +120,8 @@ class PipeWatcher(Watcher):
             self.send(rows_line("-", self._finished))
             self._finished.clear()
 
-    def follow(self, counts: Counts) -> None:
+    def follow(self, counts: ProgressCounts) -> None:
         self._counts = counts
-
-    def send(self, line: str) -> None:
-        data = line.encode()
-        try:
-            with self._sending:
-                while data:
-                    data = data[os.write(self._fd, data) :]
-        except OSError:
-            os._exit(1)  # the supervisor is gone
-
-
-class TeamWatcher(PipeWatcher):
-    """Of a worker that is one of several: the supervisor prints, for all of them."""
-
-    team: Team
 
     def say(self, line: str) -> None:
         self.send(f"say {json.dumps(line)}\n")
@@ -143,7 +130,7 @@ class TeamWatcher(PipeWatcher):
         self.send(f"header {json.dumps(list(lines))}\n")
 
     def share(self, chunks: Iterable[Chunk], committed: Collection[int] | None) -> None:
-        mine = [chunk for chunk in chunks if self.team.has(chunk.index)]
+        mine = [chunk for chunk in chunks if in_shard(self.asked, chunk.index)]
         num_done = sum(chunk.num_rows for chunk in mine if committed is None or chunk.index in committed)
         self.send(f"share {sum(chunk.num_rows for chunk in mine)} {num_done}\n")
 
@@ -155,7 +142,7 @@ class TeamWatcher(PipeWatcher):
         self._left = [store.committed_counts().to_json(), store.open_counts().to_json()]
         committed = store.committed()
         self._is_shard_in_parts = all(
-            chunk.index in committed for chunk in store.plan.chunks if self.team.has(chunk.index)
+            chunk.index in committed for chunk in store.plan.chunks if in_shard(self.asked, chunk.index)
         )
 
     def result(self, result: RunResult, echo: Callable[[str], None]) -> None:
@@ -163,6 +150,15 @@ class TeamWatcher(PipeWatcher):
         in_parts, in_open = self._left or ({}, {})
         message = {"result": asdict(result), "parts": in_parts, "open": in_open, "complete": self._is_shard_in_parts}
         self.send(f"result {json.dumps(message)}\n")
+
+    def send(self, line: str) -> None:
+        data = line.encode()
+        try:
+            with self._sending:
+                while data:
+                    data = data[os.write(self._fd, data) :]
+        except OSError:
+            os._exit(1)  # the supervisor is gone
 
 
 def main() -> None:
@@ -173,38 +169,35 @@ def main() -> None:
     faulthandler.register(STACKS_SIGNAL, orders.stacks_fd)
     stop = OrderedStop()
     listen(messages, partial(_take_message, stop, orders.team))
-    watcher = PipeWatcher(orders, stop) if orders.team is None else TeamWatcher(orders, stop)
-    kind, code, message = _run(orders, watcher)
-    watcher.phase("end")
-    watcher.send(end_line(kind, code, message))
+    observer = PipeObserver(orders, stop)
+    kind, code, message = _run(orders, observer)
+    observer.phase("end")
+    observer.send(end_line(kind, code, message))
     os._exit(code)  # not through the interpreter's end, where native libraries at times crash or hang
 
 
-def _take_message(stop: OrderedStop, team: Team | None, message: StopOrder | Lost) -> None:
+def _take_message(stop: OrderedStop, team: Team, message: StopOrder | Lost) -> None:
     if isinstance(message, StopOrder):
         stop.take(message)
-    elif team is not None:
+    else:
         team.lost.add(message.member)
 
 
-def _run(orders: Orders, watcher: PipeWatcher) -> tuple[Kind, int, str]:
+def _run(orders: Orders, observer: PipeObserver) -> tuple[Kind, int, str]:
     from batchjob.job.run import run
 
     try:
-        say = watcher.say if isinstance(watcher, TeamWatcher) else echo
-        return Kind.EXIT, run(orders.spec, echo=say, watcher=watcher).exit_code, ""
+        return Kind.EXIT, run(orders.spec, echo=observer.say, observer=observer).exit_code, ""
     except Exception as error:
-        kind = classify(error, watcher.current_phase)
+        kind = classify(error, observer.current_phase)
         code = error.exit_code if isinstance(error, BatchJobError) else 1
         if orders.debug or not isinstance(error, BatchJobError):
             traceback.print_exc()
-        elif kind is Kind.EXIT and orders.team is None:
-            echo(f"batchjob: {error}")
         return kind, code, f"{error}" if isinstance(error, BatchJobError) else f"{type(error).__name__}: {error}"
 
 
 def classify(error: Exception, phase: str) -> Kind:
-    """Whether another attempt may do better than the one that ended with this error."""
+    """Tells by the error that ended an attempt whether another attempt may do better."""
     is_engine = isinstance(error, EngineError) and not isinstance(error, UnsupportedModelError | FeederError)
     if isinstance(error, BatchJobError) and not is_engine:
         return Kind.EXIT

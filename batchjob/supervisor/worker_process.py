@@ -1,4 +1,4 @@
-"""One worker process: starting it, hearing it, telling it to stop, and getting its stacks before it is killed."""
+"""`WorkerProcess`: how a worker is started, read from, told to stop, and asked for its stacks before it is killed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 
 from batchjob import child_process
-from batchjob.job.observer import Assignment, Team
+from batchjob.job.observer import RestartHints, Team
 from batchjob.spec import JobSpec
 from batchjob.supervisor.protocol import Lost, Orders, StopOrder
 
@@ -22,15 +22,15 @@ _MAX_STACKS = 1 << 20  # bytes of it that are kept
 
 
 class WorkerProcess:
-    """Standard output and error are the supervisor's own, so that a bar and lines look as if there were one process."""
+    """Standard output and error are the supervisor's own, for tracebacks and for what libraries print."""
 
     def __init__(
         self,
         spec: JobSpec,
-        assignment: Assignment,
+        hints: RestartHints,
+        team: Team,
         *,
         debug: bool,
-        team: Team | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
         """`environ` are variables on top of those of this process."""
@@ -44,18 +44,18 @@ class WorkerProcess:
             os.close(report_end)
         self._stacks_asked = self._stacks_seen = 0.0
         self._stacks_size = 0
-        self.tell(Orders(spec, assignment, os.getpid(), report_end, self._stacks.fileno(), debug, team))
+        self.tell(Orders(spec, hints, team, os.getpid(), report_end, self._stacks.fileno(), debug))
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def fileno(self) -> int:
-        """Readable when the worker has said something, or is gone."""
+        """Returns a descriptor that is readable when there is a message, or when the worker is gone."""
         return self._report_fd
 
     def read(self) -> bytes | None:
-        """What it has said since the last call; None once it is gone and everything is read."""
+        """Returns the bytes written since the last call; None once it is gone and everything is read."""
         data = b""
         while True:
             try:
@@ -70,7 +70,7 @@ class WorkerProcess:
         self._process.kill()
 
     def wait(self, timeout: float) -> int | None:
-        """Its return code (minus the signal that killed it), or None if it is still there."""
+        """Returns its return code (minus the signal that killed it), or None if it is still there."""
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -81,7 +81,7 @@ class WorkerProcess:
         self._stacks_asked = self._stacks_seen = time.monotonic()
 
     def has_answered(self) -> bool:
-        """Whether its stacks are written, or it is clear that they will not be."""
+        """Returns True once its stacks are written, or it is clear that they will not be."""
         now = time.monotonic()
         if now < self._stacks_seen + _STACKS_LOOK:
             return False
@@ -90,12 +90,12 @@ class WorkerProcess:
         return self._stacks_size == before > 0 or now >= self._stacks_asked + _STACKS_WAIT
 
     def stacks(self) -> str:
-        """What it wrote of its stacks, when asked or when it crashed."""
+        """Returns the stacks that it wrote when asked, or when it crashed."""
         self._stacks.seek(0)
         return self._stacks.read(_MAX_STACKS).decode(errors="replace").strip()
 
     def close(self) -> None:
-        """Ends it, if it has not ended, and lets go of it."""
+        """Ends it, if it has not ended, and closes its pipes."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()

@@ -1,4 +1,4 @@
-"""What one worker has said so far: its phase, the rows in its engine, when it last achieved something."""
+"""`WorkerState`: one worker as its messages tell of it: its phase, the rows in its engine, its tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from batchjob.supervisor.protocol import Kind
 
 
 class Listener:
-    """Whoever speaks for several workers hears more of each than restarts need."""
+    """Gets the messages that restarts do not need, but a person does."""
 
-    def phase(self, name: str) -> None: ...
+    def entered(self, phase: str) -> None: ...
 
     def said(self, phase: str, line: str) -> None: ...
 
@@ -26,10 +26,10 @@ class Listener:
 
     def finished(self, rows: list[int]) -> None: ...
 
-    def came_to(self, message: dict[str, Any]) -> None: ...
+    def ended_with(self, message: dict[str, Any]) -> None: ...
 
 
-class Journal:
+class WorkerState:
     """Fed with the worker's bytes as they come; a last line that a kill cut off is left out.
 
     `suspects` are the rows whose end is noted one by one. Others are only counted, so memory is bounded by what runs.
@@ -76,7 +76,7 @@ class Journal:
                 self.num_failed, self.num_running, self.num_waiting = more
         elif word == "phase":
             self.phase = rest
-            self._listener.phase(rest)
+            self._listener.entered(rest)
         elif word == "attempt":
             self.attempt, directory = json.loads(rest)
             self.directory = Path(directory)
@@ -97,4 +97,4 @@ class Journal:
         elif word == "chunk":
             listener.opened(*map(int, rest.split()))
         elif word == "result":
-            listener.came_to(json.loads(rest))
+            listener.ended_with(json.loads(rest))

@@ -18,7 +18,7 @@ import pytest
 import batchjob
 from batchjob.job.chunk_source import SharedChunks
 from batchjob.plan import Chunk
-from batchjob.report.progress import Counts
+from batchjob.report.progress import ProgressCounts
 from batchjob.store import Store, liveness
 from batchjob.store.paths import Layout
 
@@ -66,14 +66,14 @@ class Sharers:
         from batchjob.job.run import open_job
 
         open_job(spec, lambda line: None).store.close()
-        self.counts: list[Counts] = []
+        self.counts: list[ProgressCounts] = []
 
     def start(self, shard: int) -> SharedChunks:
         store = Store.open(self.output)
         store.start_attempt({})
         chunks = store.plan.chunks
         mine = [chunk for chunk in chunks if chunk.index % self.num_shards == shard]
-        counts = Counts(rows_total=sum(chunk.num_rows for chunk in mine))
+        counts = ProgressCounts(rows_total=sum(chunk.num_rows for chunk in mine))
         self.counts.append(counts)
         return SharedChunks(store, mine, [chunk for chunk in chunks if chunk not in mine], counts)
 

@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 
 import batchjob
-from batchjob.job.stop_signals import StopSignals
+from batchjob.job.stop import StopSignals
 from batchjob.records import Completion
 from batchjob.report.result import RunResult
 from batchjob.store import Store

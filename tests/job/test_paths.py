@@ -10,7 +10,7 @@ import pytest
 
 from batchjob.errors import StorageError, UsageError
 from batchjob.inputs.duplicates import DuplicateFinder
-from batchjob.job.observer import Assignment
+from batchjob.job.observer import RestartHints, Team
 from batchjob.report.result import RunResult
 from batchjob.spec import JobSpec
 from batchjob.supervisor import worker_process as process
@@ -39,7 +39,9 @@ def test_without_a_place_for_temporary_files(tmp_path: Path, monkeypatch: pytest
     with DuplicateFinder(in_memory=1) as finder, pytest.raises(StorageError, match="TMPDIR"):
         finder.add("1", "row 1")
     monkeypatch.setattr(process, "WORKER", ("true",))
-    worker = process.WorkerProcess(JobSpec(input=("x.jsonl",), output="o", engine="fake"), Assignment(), debug=False)
+    worker = process.WorkerProcess(
+        JobSpec(input=("x.jsonl",), output="o", engine="fake"), RestartHints(), Team("a", 0, 1, JobSpec()), debug=False
+    )
     worker.wait(10)
     assert worker.stacks() == ""
     worker.close()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchjob.supervisor.protocol import Kind
-from batchjob.supervisor.restart_policy import AttemptEnd, Policy
+from batchjob.supervisor.restart_policy import AttemptEnd, RestartPolicy
 from batchjob.supervisor.suspects import Suspects
 
 
@@ -52,9 +52,11 @@ class Engine:
         return None
 
 
-def attempt(engine: Engine, policy: Policy, rows: list[int], finished: set[int], failed: set[int]) -> AttemptEnd | None:
-    """What a worker does with its assignment."""
-    orders = policy.assignment()
+def attempt(
+    engine: Engine, policy: RestartPolicy, rows: list[int], finished: set[int], failed: set[int]
+) -> AttemptEnd | None:
+    """What a worker does with its hints."""
+    orders = policy.hints()
     before = len(finished)
     accused = policy.suspects.rows
     control = [row for row in rows if row not in finished | failed | accused][-1:] if orders.suspects else []
@@ -62,14 +64,14 @@ def attempt(engine: Engine, policy: Policy, rows: list[int], finished: set[int],
         end = engine.run(list(group), finished, one_at_a_time=True)
         if end is not None:
             return with_all(end, policy, finished, len(finished) - before)
-    rest = [row for row in rows if row not in failed and row not in orders.condemned]
+    rest = [row for row in rows if row not in failed and row not in orders.poisoned]
     end = engine.run(rest, finished, one_at_a_time=False)
     if end is None or len(finished) > before:
-        failed.update(orders.condemned)
+        failed.update(orders.poisoned)
     return end and with_all(end, policy, finished | failed, len(finished) - before)
 
 
-def with_all(end: AttemptEnd, policy: Policy, done: set[int], num_finished: int) -> AttemptEnd:
+def with_all(end: AttemptEnd, policy: RestartPolicy, done: set[int], num_finished: int) -> AttemptEnd:
     return AttemptEnd(
         end.kind,
         end.how,
@@ -81,9 +83,9 @@ def with_all(end: AttemptEnd, policy: Policy, done: set[int], num_finished: int)
     )
 
 
-def work_off(engine: Engine, num_rows: int) -> tuple[int, set[int], set[int], Policy]:
+def work_off(engine: Engine, num_rows: int) -> tuple[int, set[int], set[int], RestartPolicy]:
     """(restarts, rows finished, rows failed, the policy)."""
-    policy, finished, failed = Policy(), set[int](), set[int]()
+    policy, finished, failed = RestartPolicy(), set[int](), set[int]()
     rows = list(range(num_rows))
     for restarts in range(10_000):
         end = attempt(engine, policy, rows, finished, failed)
@@ -175,7 +177,7 @@ def test_a_row_that_died_alone_once_is_tried_again_behind_the_others() -> None:
     assert suspects.groups == [[2], [1], [3]]
     suspects.clear({1, 2})
     suspects.accuse([3], [3], "died again")
-    assert (suspects.groups, suspects.condemned) == ([], {3: "died again"})
+    assert (suspects.groups, suspects.poisoned) == ([], {3: "died again"})
 
 
 @given(

@@ -16,7 +16,7 @@ import pytest
 
 from batchjob.job.observer import Team
 from batchjob.spec import JobSpec
-from batchjob.supervisor.row_counts import Tally
+from batchjob.supervisor.job_rows import JobRows
 
 Write = Callable[[Path, Iterable[Any]], Path]
 Start = Callable[..., Any]
@@ -24,13 +24,13 @@ Start = Callable[..., Any]
 # A patch for `start`: `member` is a worker's place in its team.
 WHO = """
 import batchjob.supervisor.worker as worker
-init_watcher = worker.PipeWatcher.__init__
+init_observer = worker.PipeObserver.__init__
 member = None
 def noted(self, orders, stop):
     global member
-    init_watcher(self, orders, stop)
-    member = orders.team.member if orders.team is not None else None
-worker.PipeWatcher.__init__ = noted
+    init_observer(self, orders, stop)
+    member = orders.team.member
+worker.PipeObserver.__init__ = noted
 right = fake.FakeRunner.execute
 """
 BAD_DEVICE = (
@@ -348,24 +348,24 @@ def test_without_a_supervisor_only_the_first_is_used(
 
 
 def test_rows_are_counted_once_whoever_says_so() -> None:
-    tally = Tally(lambda index: index % 2 == 0)
-    assert not tally.is_complete
-    tally.share(60, 20)  # chunks 0, 2, 4 of 20 rows, the first of them in a part
-    tally.opened(2, 40, 20, 5)
-    tally.finished([45, 46])
-    tally.share(60, 27)  # of a worker that came later
-    assert (tally.rows_total, tally.rows_done, tally.rows_reused) == (60, 27, 25)
-    tally.opened(2, 40, 20, 7)  # taken up again after a restart
-    tally.opened(3, 60, 20, 0)  # of another shard
-    tally.finished([60, 47])
-    assert (tally.rows_total, tally.rows_done, tally.rows_reused) == (80, 29, 25)
-    tally.finished([*range(48, 60), *range(61, 80)])
-    tally.opened(4, 80, 20, 20)
-    assert (tally.rows_done, tally.rows_reused, tally.is_complete) == (80, 45, True)
+    rows = JobRows(lambda index: index % 2 == 0)
+    assert not rows.is_complete
+    rows.share(60, 20)  # chunks 0, 2, 4 of 20 rows, the first of them in a part
+    rows.opened(2, 40, 20, 5)
+    rows.finished([45, 46])
+    rows.share(60, 27)  # of a worker that came later
+    assert (rows.rows_total, rows.rows_done, rows.rows_reused) == (60, 27, 25)
+    rows.opened(2, 40, 20, 7)  # taken up again after a restart
+    rows.opened(3, 60, 20, 0)  # of another shard
+    rows.finished([60, 47])
+    assert (rows.rows_total, rows.rows_done, rows.rows_reused) == (80, 29, 25)
+    rows.finished([*range(48, 60), *range(61, 80)])
+    rows.opened(4, 80, 20, 20)
+    assert (rows.rows_done, rows.rows_reused, rows.is_complete) == (80, 45, True)
 
 
 def test_what_a_member_had_claimed_is_kept_until_it_is_lost() -> None:
-    team = Team("a", 0, JobSpec(num_shards=3, shard_id=1))
+    team = Team("a", 0, 3, JobSpec(num_shards=3, shard_id=1))
     mate = {"team": {"name": "a", "member": 1}}
     assert team.keeps(mate)
     assert not team.keeps({"team": {"name": "a", "member": 0}}), "its own, of a worker before"

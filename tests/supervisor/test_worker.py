@@ -1,4 +1,4 @@
-"""Which errors of a worker another attempt may do better with, and how a time limit goes on counting."""
+"""Errors of a worker after which another attempt may do better, and a time limit that goes on counting."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import pytest
 
 from batchjob.errors import EngineError, InputMissingError, StorageError, UnsupportedModelError
 from batchjob.job.devices import Device
-from batchjob.job.observer import LOAD, RUN
+from batchjob.job.observer import LOAD, RUN, Team
 from batchjob.spec import JobSpec
 from batchjob.supervisor.protocol import Kind
-from batchjob.supervisor.replica import Lane
+from batchjob.supervisor.replica import Replica
+from batchjob.supervisor.reporter import Reporter
 from batchjob.supervisor.worker import classify
 
 
@@ -47,13 +48,16 @@ def test_what_may_be_better_next_time(error: Exception, in_load: Kind, in_run: K
 def test_a_time_limit_counts_from_the_first_start(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr("batchjob.supervisor.replica.time.monotonic", lambda: now)
-    lane, *unlimited = [
-        Lane(JobSpec(time_limit=limit), Device("cpu", "cpu"), print, debug=False) for limit in ("1h", "auto", "none")
-    ]
-    assert lane.worker_spec().time_limit == "1h"
+
+    def replica_of(limit: str) -> Replica:
+        spec = JobSpec(time_limit=limit)
+        return Replica(Device("cpu", "cpu"), Team("a", 0, 1, spec), Reporter(spec, ["cpu"], print), debug=False)
+
+    replica, *unlimited = map(replica_of, ("1h", "auto", "none"))
+    assert replica.worker_spec().time_limit == "1h"
     now += 600
-    assert lane.worker_spec().time_limit == "3000s", "it waited for others to make the job"
-    lane.num_restarts = 1
+    assert replica.worker_spec().time_limit == "3000s", "it waited for others to make the job"
+    replica.num_restarts = 1
     now += 600
-    assert lane.worker_spec().time_limit == "2400s"
-    assert [lane.worker_spec().time_limit for lane in unlimited] == ["auto", "none"]
+    assert replica.worker_spec().time_limit == "2400s"
+    assert [one.worker_spec().time_limit for one in unlimited] == ["auto", "none"]

@@ -1,4 +1,4 @@
-"""What is known of a worker from what it said, and what the kernel says about memory."""
+"""A worker as its messages tell of it, and the kernel's counters of kills for want of memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from batchjob.supervisor.oom import num_memory_kills
 from batchjob.supervisor.protocol import Kind, end_line, rows_line
-from batchjob.supervisor.worker_state import Journal
+from batchjob.supervisor.worker_state import WorkerState
 
 TEXT = (
     "phase load\n"
@@ -26,28 +26,28 @@ TEXT = (
 
 @given(st.lists(st.integers(0, len(TEXT)), max_size=6))
 def test_lines_may_come_in_any_pieces(cuts: list[int]) -> None:
-    journal = Journal(suspects=[5, 6])
+    worker = WorkerState(suspects=[5, 6])
     edges = [0, *sorted(cuts), len(TEXT)]
     for start, stop in pairwise(edges):
-        journal.feed(TEXT[start:stop])
-    assert (journal.phase, journal.attempt, str(journal.directory)) == ("run", "a1", "/out/.batchjob/attempts")
-    assert (list(journal.in_flight), journal.newest, journal.cleared) == ([4, 6, 7], (7,), {5})
-    assert (journal.num_finished, journal.prompt_tokens, journal.output_tokens) == (2, 30, 12)
-    assert journal.end == (Kind.MEMORY, 70, "no\nroom")
+        worker.feed(TEXT[start:stop])
+    assert (worker.phase, worker.attempt, str(worker.directory)) == ("run", "a1", "/out/.batchjob/attempts")
+    assert (list(worker.in_flight), worker.newest, worker.cleared) == ([4, 6, 7], (7,), {5})
+    assert (worker.num_finished, worker.prompt_tokens, worker.output_tokens) == (2, 30, 12)
+    assert worker.end == (Kind.MEMORY, 70, "no\nroom")
 
 
 def test_a_line_that_a_kill_cut_off_counts_for_nothing() -> None:
-    journal = Journal()
-    journal.feed(b"phase run\n+ 1 2\n+ 3 4")
-    assert list(journal.in_flight) == [1, 2]
+    worker = WorkerState()
+    worker.feed(b"phase run\n+ 1 2\n+ 3 4")
+    assert list(worker.in_flight) == [1, 2]
 
 
 def test_the_engine_has_computed_once_something_follows_its_first_rows() -> None:
-    journal = Journal()
-    journal.feed(b"phase run\n. 0 0\n+ 1 2\n")
-    assert not journal.has_computed
-    journal.feed(b"+ 3\n")
-    assert journal.has_computed
+    worker = WorkerState()
+    worker.feed(b"phase run\n. 0 0\n+ 1 2\n")
+    assert not worker.has_computed
+    worker.feed(b"+ 3\n")
+    assert worker.has_computed
 
 
 def test_kills_by_the_kernel_are_counted_wherever_they_show(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Signals to a flag: a handler only notes what came and when; the job's loop asks between two steps.
+"""Everything that may end a run early, and what follows: signals, the time limit, and a place in SLURM's queue again.
 
-The drain signal (SIGUSR1): stop admitting rows, finish the running ones within the drain time. SIGTERM or the first
-SIGINT: the same within at most 15 s. A second SIGINT: stop now. Repeats of SIGTERM and the drain signal change nothing.
+A signal handler only notes what came and when; the job's loop asks between two steps. The drain signal (SIGUSR1): stop
+admitting rows, finish the running ones within the drain time. SIGTERM or the first SIGINT: the same within at most
+15 s. A second SIGINT: stop now. Repeats of SIGTERM and the drain signal change nothing.
 """
 
 from __future__ import annotations
@@ -10,19 +11,25 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
+
+from batchjob.job.time_limit import TimeLimit, parse_duration
+from batchjob.slurm import Requeue, SlurmTask, after_stop
+from batchjob.slurm.tools import SlurmToolError
+from batchjob.spec import JobSpec
 
 TERM_DRAIN_SECONDS = 15.0
 
 
 class StopSignals:
     """A context in which the process notes signals instead of dying of them. Outside the main thread it does nothing,
-    since only the main thread may set handlers: whoever embeds `batchjob.run` there stops it in their own way.
+    since only the main thread may set handlers: a program that calls `batchjob.run` there stops it in its own way.
     """
 
     def __init__(self, drain_seconds: Callable[[], float], *, drain_signal: str = "SIGUSR1") -> None:
-        """`drain_seconds` says, when the drain signal comes, how long running rows may go on."""
+        """`drain_seconds` tells, when the drain signal comes, how long running rows may go on."""
         self._drain_seconds = drain_seconds
         self._drain_signal = signal.Signals[drain_signal]
         self._old: dict[signal.Signals, Any] = {}
@@ -74,3 +81,41 @@ class StopSignals:
     @property
     def out_of_time(self) -> bool:
         return self.now or time.monotonic() >= self.deadline
+
+
+def time_limit(spec: JobSpec, task: SlurmTask | None, echo: Callable[[str], None]) -> TimeLimit:
+    """Returns the limit that the spec asks for, counted from now. `auto` asks SLURM where there is one; an answer that
+    does not come is a warning, and the job then relies on signals.
+    """
+    if spec.time_limit == "none":
+        return TimeLimit()
+    if spec.time_limit != "auto":
+        return TimeLimit(parse_duration(spec.time_limit))
+    if task is None:
+        return TimeLimit()
+
+    def ask() -> float | None:
+        try:
+            return task.seconds_left()
+        except SlurmToolError as error:
+            echo(f"warning: the time left to task {task.name} is unknown ({error})")
+            return None
+
+    return TimeLimit(ask=ask)
+
+
+def stop_signals(spec: JobSpec, limit: TimeLimit) -> StopSignals:
+    """Returns the handlers of a run, not yet in force."""
+    given = spec.drain_timeout
+    return StopSignals(limit.drain_seconds if given is None else lambda: given, drain_signal=spec.drain_signal)
+
+
+def requeue(spec: JobSpec, task: SlurmTask | None, stop: StopSignals, *, made_progress: bool) -> Requeue:
+    """Puts this task back into the queue, once everything is written, if the stop was announced and the spec wants it.
+
+    Signals must still be handled by `stop`, because SLURM sends SIGTERM as soon as it is asked.
+    """
+    if not stop.warned:
+        return Requeue()
+    notes = Path(spec.output or "") / ".batchjob" / "requeues"
+    return after_stop(spec.requeue, task, notes=notes, made_progress=made_progress, before_call=stop.ignore_term)
