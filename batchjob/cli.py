@@ -1,4 +1,4 @@
-"""The command line: reads flags and job files into a `JobSpec`, calls the room that does the work, prints, exits.
+"""The command line: reads flags and job files into a `JobSpec`, calls the package that does the work, prints, exits.
 
 Nothing heavy is imported here: `batchjob --help` must answer at once. Only this file knows click.
 """
@@ -44,7 +44,8 @@ class _BiasType(click.ParamType):  # type: ignore[type-arg]  # generic only from
 
 
 def _option(f: Field[Any]) -> Callable[[Any], Any]:
-    """The click option of one JobSpec field; every default is None, so that flags can be told from silence."""
+    """The click option of one JobSpec field; every default is None, so that a flag that is given can be told from one
+    that is not."""
     kind = str(f.type).split(" ")[0]
     help_text = f.metadata["help"]
     if not isinstance(f.default, bool) and f.default not in (None, ()) and "[default" not in help_text:
@@ -90,7 +91,7 @@ def _spec(job_file: str | None, flags: dict[str, Any]) -> JobSpec:
 
 
 class _Group(click.Group):
-    """Turns our errors into one line on stderr and their exit code; `--debug` keeps the traceback."""
+    """Turns a BatchJobError into one line on stderr and its exit code; `--debug` keeps the traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -100,11 +101,11 @@ class _Group(click.Group):
                 raise
             console.echo(f"batchjob: {error}")
             ctx.exit(error.exit_code)
-        except KeyboardInterrupt:  # before a job has its own way to stop, which is a bug to nobody
-            console.echo("batchjob: stopped (SIGINT): what is finished is safe; run the same command again to go on")
+        except KeyboardInterrupt:  # before a job handles signals itself; not a bug
+            console.echo("batchjob: stopped (SIGINT): finished rows are safe; run the same command again to continue")
             ctx.exit(StoppedEarlyError.exit_code)
         except BrokenPipeError:
-            # The reader of our output went away (`batchjob status | head`): not an error of ours.
+            # The reader of our output has closed it (`batchjob status | head`): not an error.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(0)
 
@@ -113,7 +114,7 @@ class _Group(click.Group):
 @click.version_option(__version__, prog_name="batchjob")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def main(debug: bool) -> None:
-    """Run a large set of prompts through a language model, and survive being killed.
+    """Run a large set of prompts through a language model; a job that is killed loses no finished row.
 
     A job is flags, or a TOML file that flags override. The same command resumes a job that stopped.
     """
@@ -124,7 +125,7 @@ def main(debug: bool) -> None:
 @_job_options
 @click.option("--no-supervisor", is_flag=True, help="Run in this process: nothing restarts it. For debugging.")
 def run(job_file: str | None, no_supervisor: bool, **flags: Any) -> None:
-    """Run a job, or go on with one that stopped. Rows go to OUTPUT/data as Parquet.
+    """Run a job, or resume one that stopped. Rows go to OUTPUT/data as Parquet.
 
     JOB.toml holds settings under the names of the flags; flags override them.
     """
@@ -156,7 +157,9 @@ def validate(job_file: str | None, as_json: bool, **flags: Any) -> None:
 @main.command(cls=_JobCommand)
 @_job_options
 @click.option("--array", "num_tasks", type=click.IntRange(min=1), required=True, help="Number of tasks of the array.")
-@click.option("--max-running", type=click.IntRange(min=1), help="Most tasks at a time. [default: as many as fit]")
+@click.option(
+    "--max-running", type=click.IntRange(min=1), help="Most tasks that run at a time. [default: as many as fit]"
+)
 @click.option("--time", help="Time limit of a task, such as 04:00:00. [default: the partition's]")
 @click.option("--partition", help="[default: the site's]")
 @click.option("--warning", type=click.IntRange(1, 65535), default=300, help="Seconds before the end. [default: 300]")
@@ -168,11 +171,11 @@ def validate(job_file: str | None, as_json: bool, **flags: Any) -> None:
     default=Path("slurm"),
     help="Where the scripts and logs go. [default: slurm]",
 )
-@click.option("--submit", is_flag=True, help="Submit the array, and the merge behind it.")
+@click.option("--submit", is_flag=True, help="Submit the array, and the merge after it.")
 def slurm(job_file: str | None, **flags: Any) -> None:
-    """Plan a job, write the scripts of a SLURM array for it, and warn of site settings that defeat them.
+    """Plan a job, write the scripts of a SLURM array for it, and warn of site settings that break it.
 
-    Takes the settings of `batchjob run`. --requeue is scontrol unless it is given.
+    Takes the settings of `batchjob run`. The default of --requeue is scontrol here.
     """
     from batchjob.launch.slurm import SlurmOptions, write_job
 
@@ -207,7 +210,7 @@ def status(output: Path, as_json: bool) -> None:
     default=None,
     help="Format of DESTINATION. [default: from its ending]",
 )
-@click.option("--partial", is_flag=True, help="Merge what is there although rows are missing.")
+@click.option("--partial", is_flag=True, help="Merge the finished rows although others are missing.")
 def merge(output: Path, destination: str, file_format: str | None, partial: bool) -> None:
     """Merge the parts of a job, in input order, into one Parquet or JSONL file.
 

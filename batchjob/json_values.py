@@ -1,4 +1,4 @@
-"""Arrow values as what JSON has, the same for `merge` to JSONL and for prompts. What JSON cannot say is said so:
+"""Arrow values as JSON values, the same for `merge` to JSONL and for prompts. For values that JSON does not have:
 
 * floats stay floats; NaN and infinities are the strings "NaN", "Infinity" and "-Infinity", apart from null;
 * binary is a base64 string; decimal a string with all its digits;
@@ -32,7 +32,8 @@ Convert = Callable[[Any], Any]
 
 
 def json_values(array: pa.Array) -> list[Any]:
-    """The values as what `json` writes: None, bool, int, float, str, list, dict. Takes every type of a Parquet file."""
+    """The values as the types that `json` writes: None, bool, int, float, str, list, dict. Takes every type of a
+    Parquet file."""
     kind = array.type
     if isinstance(kind, pa.BaseExtensionType):
         return _extension_values(array)
@@ -58,7 +59,7 @@ def json_values(array: pa.Array) -> list[Any]:
 
 
 def _extension_values(array: pa.ExtensionArray) -> list[Any]:
-    """Of an extension type the values that it is stored as, unless its meaning is known."""
+    """The stored values of an extension type, unless its meaning is known."""
     name, values = array.type.extension_name, json_values(array.storage)
     if name == "arrow.uuid":
         stored = array.storage.to_pylist()
@@ -96,7 +97,7 @@ def is_binary(kind: pa.DataType) -> bool:
 
 
 def _plain(array: pa.Array) -> pa.Array:
-    """Times as their integers, which have no range to leave when they become Python's."""
+    """Times as their integers, since Python's own types do not have the range of Arrow's."""
     kind = array.type
     if any(test(kind) for test in _INT64_TIMES):
         return array.cast(pa.int64())
@@ -106,7 +107,7 @@ def _plain(array: pa.Array) -> pa.Array:
 
 
 def _converter(kind: pa.DataType) -> Convert | None:
-    """What makes a value of a plain array, not None, into one that JSON has; None if it is one already."""
+    """The function that converts a value of a plain array, not None, to a JSON value; None if it is one already."""
     if pa.types.is_floating(kind):
         return _float
     if pa.types.is_decimal(kind):
@@ -134,7 +135,7 @@ def _float(value: float) -> float | str:
 
 
 def _split(value: int, unit: str) -> tuple[int, str]:
-    """Whole seconds, rounded down, and the fraction with the digits of the unit."""
+    """A time as whole seconds, rounded down, and the fraction with the digits of the unit."""
     digits = _UNITS[unit]
     seconds, rest = divmod(value, 10**digits)
     return seconds, f".{rest:0{digits}d}" if digits else ""

@@ -1,7 +1,7 @@
 """Small files beside a job's state that nothing depends on: stacks of a hung worker, counts of fruitless requeues.
 
 Another user with the right to write to the output directory may plant links, pipes or directories under their names, so
-no name is followed and nothing is waited for.
+no link is followed and no read waits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MAX_NOTE = 4096  # bytes that are read
 
 
 def write_note(path: Path, text: str) -> None:
-    """Puts a text under a name, whole or not at all. Makes the last directory. Raises OSError, ELOOP or ENOTDIR for a
+    """Writes a file, whole or not at all. Makes the last directory. Raises OSError, ELOOP or ENOTDIR for a
     link in the last two directories; a link that has the name itself is replaced, not followed."""
     with _directory(path.parent, make=True) as folder:
         via = f"{path.name}.{os.getpid()}"
@@ -31,7 +31,7 @@ def write_note(path: Path, text: str) -> None:
 
 
 def read_note(path: Path) -> str:
-    """The text under a name. Raises OSError where it is no regular file, and ValueError if it is no text."""
+    """Reads a file. Raises OSError where it is no regular file, and ValueError if it is no text."""
     with _directory(path.parent, make=False) as folder:
         fd = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         try:

@@ -1,4 +1,4 @@
-"""What travels between the rooms: a row in a file, ready to run, and over.
+"""The forms of a row on its way: in a file, ready to run, running, finished.
 
 A row is a `Record` in a file, a `Prompt` once it is rendered and tokenised, one `Request` per sample when the
 engine gets it (a `core.Sequence` while it runs), and a `Completion` when it is over. Standard library only.
@@ -32,7 +32,7 @@ ROW_ERROR_TYPES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class RowError:
-    """Why a row failed: `type` is a key of ROW_ERROR_TYPES, `message` says what and where."""
+    """The failure of a row: `type` is a key of ROW_ERROR_TYPES, `message` says what is wrong and where."""
 
     type: str
     message: str
@@ -65,7 +65,7 @@ class Prompt:
 class Request:
     """One sample of one row. `stream` keys its random numbers (see `stream_key`).
 
-    `output_token_ids` is what it has made already, in an attempt that was stopped: it goes on behind these.
+    `output_token_ids` were generated in an earlier attempt that was stopped; generation continues after them.
     """
 
     row_index: int

@@ -1,1 +1,1 @@
-"""What starts a job elsewhere: the scripts of SLURM arrays and the checks of a site."""
+"""Launchers, which start a job elsewhere: the scripts of SLURM arrays and the checks of a site."""

@@ -1,4 +1,4 @@
-"""`batchjob slurm`: plans a job now, writes its scripts, says what the site's settings mean for it, and submits it."""
+"""`batchjob slurm`: plans a job now, writes its scripts, warns of site settings that defeat it, and submits it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class SlurmOptions:
 def write_job(
     spec: JobSpec, job_file: str | None, flags: Mapping[str, Any], options: SlurmOptions, echo: Echo
 ) -> list[Path]:
-    """`flags` are the settings to repeat in the script, beside those of the job file; `spec` is what both make.
+    """Writes the scripts of a job. `flags` are the settings to repeat in them, beside those of the job file; `spec`
+    holds both.
 
     The output directory is made and planned here, so that no task has to, and a job that cannot run fails now.
     Returns the scripts. Raises a BatchJobError.

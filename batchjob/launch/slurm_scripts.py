@@ -16,7 +16,7 @@ ARRAY, MERGE = "array.sbatch", "merge.sbatch"
 
 _ARRAY = """\
 #!/bin/bash
-# Written by `batchjob slurm`: one task per shard of one output. Submitting it again goes on where it stopped, also with
+# Written by `batchjob slurm`: one task per shard of one output. Submitted again, it resumes where it stopped, also with
 # only some of the tasks (sbatch --array=5,9 {name}).
 #SBATCH --job-name=batchjob
 #SBATCH --array=0-{last}{throttle}
@@ -55,7 +55,7 @@ exec {program} merge {arguments}
 
 @dataclass(frozen=True, slots=True)
 class Scripts:
-    """What the scripts are made from. `options` go into the array as they are (`--partition=gpu`), `merge_options` into
+    """The values in the scripts. `options` go into the array as they are (`--partition=gpu`), `merge_options` into
     the merge. `flags` are the run's, `job_file` its TOML file.
     """
 
@@ -99,7 +99,7 @@ class Scripts:
         }
 
     def write(self, where: Path) -> list[Path]:
-        """Writes the scripts, and makes the directory of the logs: SLURM does not, and then says nothing at all."""
+        """Writes the scripts, and makes the directory of the logs: SLURM does not, and then fails without a message."""
         Path(self.logs).mkdir(parents=True, exist_ok=True)
         where.mkdir(parents=True, exist_ok=True)
         texts = {ARRAY: self.array(), **({MERGE: self.merge()} if self.merge_into else {})}
@@ -127,7 +127,7 @@ def flag_arguments(values: Mapping[str, Any]) -> list[str]:
 
 
 def check_options(options: Sequence[str]) -> None:
-    """Options for #SBATCH lines, one a line. Raises UsageError for what would end the line or is no option."""
+    """Options for #SBATCH lines, one a line. Raises UsageError for text that would end the line or is no option."""
     for option in options:
         if not option.startswith("-") or not option.isprintable():
             raise UsageError(f"--sbatch takes one option of sbatch, such as --sbatch=--gpus=1, not {option!r}")
@@ -150,6 +150,6 @@ def submit(paths: Sequence[Path]) -> list[str]:
 
 
 def _log_path(directory: str, pattern: str) -> str:
-    """For an #SBATCH line: `%` starts a pattern there, and a blank ends the value unless it is quoted."""
+    """A path for an #SBATCH line: `%` starts a pattern there, and a blank ends the value unless it is quoted."""
     path = directory.replace("%", "%%") + "/" + pattern
     return f'"{path}"' if " " in path else path

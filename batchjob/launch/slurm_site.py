@@ -1,4 +1,4 @@
-"""What a SLURM site's settings mean for a job that counts on warnings and requeues, in words."""
+"""Warnings about a SLURM site's settings, for a job that depends on warning signals and requeues."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REQUEUE_CODE = StoppedEarlyError.exit_code
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """`config` is `scontrol show config`, `partition` the one that the job goes to; empty where it is not known."""
+    """The settings of a site: `config` of `scontrol show config`, and the job's `partition`; empty where not known."""
 
     config: Mapping[str, str]
     partition: Mapping[str, str] = field(default_factory=dict)
@@ -26,13 +26,14 @@ class Site:
 
     @property
     def preempt_mode(self) -> str:
-        """The partition's, if it has one of its own: REQUEUE, CANCEL, SUSPEND, OFF, ... Gang scheduling is left out."""
+        """The preemption mode, the partition's if it has one of its own: REQUEUE, CANCEL, SUSPEND, OFF, ... Gang
+        scheduling is left out."""
         modes = self.partition.get("PreemptMode") or self.config.get("PreemptMode") or "OFF"
         return modes.upper().replace("GANG,", "").replace(",GANG", "")
 
     @property
     def sends_user_signal(self) -> bool:
-        """Whether a preemption sends the job's own warning signal. The setting moved in later releases."""
+        """True if a preemption sends the job's own warning signal. The setting moved in later releases."""
         settings = self.config.get("SlurmctldParameters", "") + "," + self.config.get("PreemptParameters", "")
         return bool({"preempt_send_user_signal", "send_user_signal"} & set(settings.split(",")))
 
@@ -41,7 +42,8 @@ class Site:
         return str(_REQUEUE_CODE) in re.split(r"[,\s]+", self.config.get("RequeueExit", ""))
 
     def warnings(self, *, num_tasks: int, requeue: str, seconds: float | None) -> list[str]:
-        """What will not work as the scripts intend. `seconds` is the time limit asked for, None for the site's own."""
+        """The settings that will not work as the scripts intend, a line for each. `seconds` is the time limit asked
+        for, None for the site's own."""
         found = []
         largest = _seconds(self.config.get("MaxArraySize", ""))
         if largest is not None and num_tasks > largest:
@@ -89,7 +91,7 @@ class Site:
 
 
 def read_site(partition: str | None = None) -> Site:
-    """Asks scontrol. Without a partition it is the site's default one. Raises SlurmToolError."""
+    """The site as scontrol describes it. Without a partition it is the site's default one. Raises SlurmToolError."""
     config = parse_config(call(["scontrol", "show", "config"]))
     partitions = parse_partitions(call(["scontrol", "--oneliner", "show", "partition"]))
     for found in partitions:
@@ -99,19 +101,20 @@ def read_site(partition: str | None = None) -> Site:
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """`Name   = value` lines."""
+    """The settings in `Name   = value` lines."""
     pairs = (line.split("=", 1) for line in text.splitlines() if re.match(r"\w+\s*=", line))
     return {name.strip(): value.strip() for name, value in pairs}
 
 
 def parse_partitions(text: str) -> list[dict[str, str]]:
-    """One partition a line, as Name=value words."""
+    """The partitions in the text, which has one a line, as Name=value words."""
     lines = [line for line in text.splitlines() if line.startswith("PartitionName=")]
     return [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
 
 
 def slurm_seconds(text: str) -> float | None:
-    """Seconds of a time as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S. None for what is none or unlimited."""
+    """Seconds of a time as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S. None for an invalid or unlimited
+    time."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if match is None:
         return None

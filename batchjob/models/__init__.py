@@ -1,4 +1,4 @@
-"""Where a model comes from and what its files say: a hub id, a local directory or a `.gguf` file becomes a `ModelInfo`.
+"""Models as files: a hub id, a local directory or a `.gguf` file becomes a `ModelInfo`.
 
 Only files are read here: no torch, no Transformers, and never code from a model repository.
 """

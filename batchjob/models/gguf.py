@@ -32,7 +32,7 @@ _MEMORY_PER_BYTE = 32  # 4-bit weights become 32-bit ones, held about three time
 
 
 def cache_dir() -> Path:
-    """Where converted models are kept: $BATCHJOB_CACHE_DIR, else `batchjob` in the user's cache directory."""
+    """The directory of converted models: $BATCHJOB_CACHE_DIR, else `batchjob` in the user's cache directory."""
     own = os.environ.get("BATCHJOB_CACHE_DIR")
     if own:
         return Path(own).expanduser()
@@ -40,7 +40,8 @@ def cache_dir() -> Path:
 
 
 def convert_gguf(path: Path) -> Path:
-    """The directory of the converted model; made now if it is not in the cache. Safe to call from many processes.
+    """The directory of the converted model; it is converted now if it is not in the cache. Safe to call from many
+    processes.
 
     Raises UnsupportedModelError (not a usable GGUF file) or StorageError (the cache cannot be written).
     """

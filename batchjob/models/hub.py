@@ -19,7 +19,7 @@ _UNWANTED = ("*/*", "consolidated*")
 
 
 def download(model: str, *, revision: str | None) -> tuple[Path, str]:
-    """The local directory of a hub model and its commit. What is in the cache already is not fetched again.
+    """The local directory of a hub model and its commit. Files that are in the cache are not fetched again.
 
     Works offline (HF_HUB_OFFLINE=1) once the commit is in the cache. Raises UsageError (no such model or revision, no
     access) or StoppedEarlyError (the hub cannot be reached: try again).

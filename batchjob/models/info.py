@@ -1,4 +1,4 @@
-"""`ModelInfo`: what a model's files say about it, read from a local directory without loading anything."""
+"""`ModelInfo`: the facts that a model's files state, read from a local directory without loading anything."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class ModelInfo:
 
     @property
     def text_digest(self) -> str:
-        """Of all files that turn a row into tokens: `tokenizer_files.text_digest` when they are loaded."""
+        """The digest of all files that turn a row into tokens: `tokenizer_files.text_digest` when they are loaded."""
         return tokenizer_files.joined(self.tokenizer_digest, self.template_digest)
 
     def refuse_changed_files(self) -> None:
-        """To be called once the model is loaded. Raises UnsupportedModelError if its weights or its configuration may
-        be others than the digests were made of."""
+        """Checks the files again, once the model is loaded. Raises UnsupportedModelError if its weights or its
+        configuration may be others than the digests were made of."""
         path = Path(self.path)
         if weights_stamp(path, self.weight_files) != self.weights_stamp:
             raise UnsupportedModelError(f"the weights in {self.path} changed while they were loaded; run again")
@@ -157,7 +157,7 @@ def _refuse_quantised(directory: Path, name: str, config: Mapping[str, Any]) -> 
 
 
 def _refuse_other_kind(name: str, config: Mapping[str, Any]) -> None:
-    """A classifier or an encoder may have every tensor of a language model, and still none of its meaning."""
+    """Raises UnsupportedModelError for a classifier or an encoder, which may have every tensor of a language model."""
     names = config.get("architectures")
     kinds = [kind for kind in names if isinstance(kind, str)] if isinstance(names, list) else []
     if kinds and all(_OTHER_KIND.search(kind) for kind in kinds):
@@ -168,7 +168,8 @@ def _refuse_other_kind(name: str, config: Mapping[str, Any]) -> None:
 
 
 def _refuse_other_weights(directory: Path, name: str, config: Mapping[str, Any]) -> None:
-    """What would make Transformers load other weights than the files that are checked here."""
+    """Raises UnsupportedModelError for settings that make Transformers load other weights than the files checked
+    here."""
     if (directory / "adapter_config.json").is_file():
         raise UnsupportedModelError(
             f"{name} has an adapter (adapter_config.json), which batchjob does not apply. Merge it into the model and "

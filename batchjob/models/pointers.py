@@ -1,4 +1,4 @@
-"""Git LFS pointers: what a clone has in the place of a large file until that is fetched."""
+"""Git LFS pointers, which a clone has in the place of large files until those are fetched."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raises UnsupportedModelError if the file is a pointer. One that cannot be read is left to whoever needs it."""
+    """Raises UnsupportedModelError if the file is a pointer. An unreadable file is ignored: its reader reports it."""
     try:
         with path.open("rb") as file:
             is_pointer = file.read(len(_POINTER)) == _POINTER

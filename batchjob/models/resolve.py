@@ -1,4 +1,4 @@
-"""From what the user wrote after `--model` to a `ModelInfo`: hub id, local directory, or `.gguf` file."""
+"""Resolves the value of `--model`, a hub id, local directory or `.gguf` file, to a `ModelInfo`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def resolve_model(model: str, *, revision: str | None = None) -> ModelInfo:
     """Finds a model, fetches or converts it if need be, and reads its files. Loads no weights.
 
     `revision` is a branch, tag or commit of a hub model; on resume, give the commit that the job was made with.
-    What exists on disk comes before a hub id of the same spelling. Raises UsageError (not found),
+    A path that exists on disk comes before a hub id of the same spelling. Raises UsageError (not found),
     UnsupportedModelError (found, but cannot be used) or StoppedEarlyError (the hub did not answer).
     """
     path = Path(model).expanduser()

@@ -1,4 +1,4 @@
-"""What the tokenizer's files say: digests for a job's fingerprint, the end token, the special tokens."""
+"""The tokenizer's files: digests for a job's fingerprint, the end token, the special tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def digest(directory: Path, tokenizer_config: Mapping[str, Any]) -> str:
 
 
 def text_digest(directory: Path) -> str:
-    """Of everything that turns a row into tokens, as the files are now. Raises UnsupportedModelError."""
+    """The digest of all files that turn a row into tokens, as they are now. Raises UnsupportedModelError."""
     path = directory / "tokenizer_config.json"
     tokenizer_config = _load(path) if path.is_file() else {}
     return joined(digest(directory, tokenizer_config), template_digest(directory, tokenizer_config))

@@ -33,7 +33,7 @@ _MAX_SAMPLES = 4096  # bounds the time on a network file system to seconds
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where one tensor of a model is, and what it is. `dtype` is in safetensors' spelling."""
+    """The place, type and shape of one tensor of a model. `dtype` is in safetensors' spelling."""
 
     file: str
     dtype: str
@@ -49,7 +49,7 @@ class Weights:
 
 
 def locate_tensors(directory: Path, *, name: str) -> dict[str, TensorPlace]:
-    """The tensors of a model by name: what is loaded, and what the digest of its weights covers.
+    """The tensors of a model by name: those that are loaded and that the digest of its weights covers.
 
     Raises UnsupportedModelError for damaged or missing files, for an index that does not tell the truth about its
     files, and for a tensor that two files hold.
@@ -123,7 +123,7 @@ def _add_places(places: dict[str, TensorPlace], file_name: str, header: dict[str
 
 
 def _check_index(directory: Path, places: Mapping[str, TensorPlace], name: str) -> None:
-    """The index, where it is what the files were found by, must have each tensor where it is."""
+    """Raises UnsupportedModelError where the index by which the files were found has a tensor in the wrong file."""
     if (directory / _SINGLE).is_file() or not (directory / _INDEX).is_file():
         return
     index = _read_index(directory / _INDEX)
@@ -168,7 +168,7 @@ def _weight_files(directory: Path, name: str) -> list[str]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Tensor -> file."""
+    """The file of each tensor."""
     try:
         content = json.loads(path.read_bytes())
         return dict(content["weight_map"].items())
@@ -238,6 +238,6 @@ def _check_tensors(path: Path, header: dict[str, Any], data_start: int) -> list[
 
 
 def _places(begin: int, end: int) -> list[int]:
-    """Where a tensor is sampled: its start, middle and end."""
+    """The offsets at which a tensor is sampled: its start, middle and end."""
     last = max(begin, end - _SAMPLE_BYTES)
     return sorted({begin, (begin + last) // 2, last})

@@ -1,7 +1,7 @@
-"""SLURM: what a task knows of itself, putting itself back in the queue, and the scripts that start it.
+"""SLURM inside a running task: its identity, its time limit, and its requeue.
 
 Nothing here is needed for correctness. The output directory alone decides what is done; a task that SLURM kills without
-a word is resumed like any other process.
+warning is resumed like any other process.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Back in the queue after a warning: who asks for it, and when it is no longer worth asking.
+"""The requeue of a task after a warning: which side asks for it, and when it gives up.
 
     scontrol   this task asks SLURM to start it again, then exits 75
     exit       it exits 75, and the site's RequeueExit=75 does the rest
-    none       it exits 75, and whoever started it starts it again
+    none       it exits 75, and the user or program that started it starts it again
 
 Only a warning counts (the drain signal, or the time limit that the job itself saw coming). SIGTERM alone does not: it
-comes with `scancel`, when somebody wants an end, and with a preemption, after which SLURM requeues by itself.
+comes with `scancel`, when a user wants an end, and with a preemption, after which SLURM requeues by itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_FRUITLESS = 10  # requeues in a row without a finished row in between
 
 @dataclass(frozen=True, slots=True)
 class Requeue:
-    """What came of a stop. `gave_up`: the task must not come back, and the exit code is 70, not 75."""
+    """The decision after a stop. With `gave_up` the task must not come back, and the exit code is 70, not 75."""
 
     message: str = ""
     gave_up: bool = False
@@ -63,7 +63,7 @@ def after_stop(
 
 
 def _count_fruitless(path: Path, made_progress: bool) -> int:
-    """Starts of a task in a row without progress, this one included. A count that is lost only begins anew, so it is
+    """Starts of a task in a row without progress, this one included. A lost count only begins again, so it is
     not worth an fsync, and a directory that cannot be written to is no reason to end a job.
     """
     try:

@@ -15,9 +15,9 @@ _NO_LIMIT = 364 * 86_400.0  # a job without a limit is given a year, so nearly t
 
 @dataclass(frozen=True, slots=True)
 class SlurmTask:
-    """`name` is what `scontrol` and `squeue` are asked about. For an array task that is ARRAY_TASK, never the plain job
-    id: the task with the highest index usually has the id of the whole array, and requeuing that id starts all tasks
-    again, those that are finished included.
+    """The identity of a task. `name` is its id for `scontrol` and `squeue`. For an array task that is ARRAY_TASK, never
+    the plain job id: the task with the highest index usually has the id of the whole array, and requeuing that id
+    starts all tasks again, those that are finished included.
     """
 
     name: str  # digits, or digits_digits
@@ -25,7 +25,8 @@ class SlurmTask:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> SlurmTask | None:
-        """None outside SLURM, and where a value is not what SLURM writes: these ids become arguments of a program."""
+        """The task of this process. None outside SLURM, and where a value is not what SLURM writes: these ids become
+        arguments of a program."""
         environ = os.environ if environ is None else environ
         job = environ.get("SLURM_JOB_ID", "")
         array, index = environ.get("SLURM_ARRAY_JOB_ID", ""), environ.get("SLURM_ARRAY_TASK_ID", "")
@@ -36,11 +37,11 @@ class SlurmTask:
         return cls("_".join(parts), int(count) if _is_number(count) else 0)
 
     def to_json(self) -> dict[str, Any]:
-        """What an attempt's record keeps."""
+        """The values that an attempt's record keeps."""
         return {"task": self.name, "restart": self.restart_count}
 
     def seconds_left(self) -> float:
-        """Until the time limit; infinite without one. Raises SlurmToolError."""
+        """The seconds until the time limit; infinite without one. Raises SlurmToolError."""
         return parse_time_left(call(["squeue", "--noheader", "--jobs", self.name, "--format", "%L"], timeout=10.0))
 
     def requeue(self) -> None:

@@ -1,4 +1,4 @@
-"""Calls of SLURM's own programs: argument lists, never a shell, never for longer than a while."""
+"""Calls of SLURM's own programs: argument lists, never a shell, with a time limit."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ TIMEOUT = 30.0  # seconds; a controller that is down makes a client wait and try
 
 
 class SlurmToolError(Exception):
-    """The program is not there, failed or did not answer. Never fatal for a run."""
+    """A SLURM program is missing, failed or did not answer. Never fatal for a run."""
 
 
 def call(arguments: Sequence[str], *, timeout: float = TIMEOUT) -> str:
-    """What the program printed. Raises SlurmToolError, whose text is one line."""
+    """Runs a program and returns its output. Raises SlurmToolError, whose text is one line."""
     try:
         done = subprocess.run(
             arguments, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout

@@ -1,9 +1,10 @@
-"""Directories held open, so that what is done below them is done there and nowhere else.
+"""Directories held open, so that operations below them stay in them.
 
-A path names whatever lies there at the moment. Once a directory is anchored, operations on paths below it start from
-its descriptor: if it is deleted and another job makes a directory of the same name, even with the same inode number,
-they fail (ENOENT) or stay in the one that was opened, and never get into the new one. Below an anchor no symbolic link
-is followed: a link that somebody has put there leads no write and no removal to another place (ELOOP).
+A path names the file that lies there at the moment. Once a directory is anchored, operations on paths below it use
+its descriptor: if it is deleted and another job makes a directory of the same name, even with the same inode
+number, they fail (ENOENT) or stay in the one that was opened, and never get into the new one. Below an anchor no
+symbolic link is followed: a link that another user has put there leads no write and no removal to another place
+(ELOOP).
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ class Anchors:
         self._anchors: dict[Path, Anchor] = {}
 
     def add(self, path: Path, *, follow: bool) -> None:
-        """Anchors a directory, or anchors it anew. Raises OSError."""
+        """Anchors a directory, or anchors it again. Raises OSError."""
         self._anchors[path] = Anchor(path, follow=follow)
 
     def clear(self) -> None:
-        """Lets go of all; what an operation in progress uses stays open until it is over."""
+        """Closes all descriptors; one that an operation in progress uses stays open until that is over."""
         self._anchors = {}
 
     def find(self, path: Path) -> Anchor | None:

@@ -1,4 +1,4 @@
-"""Attempts: one file per start of one process, which says whose logs and temporary files are whose.
+"""Attempts: one file per start of one process, which identifies the owner of logs and temporary files.
 
 Only an attempt that is known to be dead loses its temporary files: one of this boot of this machine, in this process
 namespace, whose process is gone or started at another time than noted. No clock decides anything.
@@ -23,13 +23,13 @@ from batchjob.store.paths import Layout
 
 
 def new_attempt_id() -> str:
-    """Unique; sorts by start time where clocks agree, for the reader's sake only."""
+    """A unique id, which sorts by start time where clocks agree; nothing depends on that order."""
     host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40] or "host"
     return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{host}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def process_identity() -> dict[str, Any]:
-    """What tells this process from every other one that has ever run here."""
+    """The values that together tell this process from every other one that has ever run here."""
     return {
         "host": socket.gethostname(),
         "boot_id": _read("/proc/sys/kernel/random/boot_id"),
@@ -40,7 +40,7 @@ def process_identity() -> dict[str, Any]:
 
 
 def now_text() -> str:
-    """The time for a reader; nothing is decided by it."""
+    """The time in UTC, for a person to read; nothing is decided by it."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
@@ -102,7 +102,7 @@ def read_attempt(fs: FsOps, path: Path) -> dict[str, Any] | None:
 
 
 def is_alive(record: Mapping[str, Any] | None) -> bool | None:
-    """Whether the process of an attempt still runs; None if that cannot be told from here."""
+    """True if the process of an attempt still runs, None if that cannot be told from here."""
     if record is None:
         return None
     here = process_identity()

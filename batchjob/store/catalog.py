@@ -41,7 +41,7 @@ class Catalog:
         return self._by_index[index]
 
     def note(self, index: int, counts: RowCounts) -> None:
-        """A part is known to be good."""
+        """Adds a part that is known to be good."""
         if index not in self.committed:
             self.committed.add(index)
             self.totals.add(counts)
@@ -65,7 +65,7 @@ class Catalog:
         return found
 
     def _is_outdated(self) -> bool:
-        """Whether another process has extended the job since its plan was read here."""
+        """True if another process has extended the job since its plan was read here."""
         newer = self._context.layout.extension(self._num_extensions + 1)
         with storage_errors("looking for", newer):
             return self._context.fs.exists(newer)
@@ -77,7 +77,7 @@ class Catalog:
         return set(self.committed)
 
     def verify(self) -> RowCounts:
-        """Reads every footer anew and returns the sum. Raises StorageError if a chunk has no valid part."""
+        """Reads every footer again and returns the sum. Raises StorageError if a chunk has no valid part."""
         present = self.names()
         infos = dict(self._read(sorted(present)))
         missing = [chunk.index for chunk in self.chunks if chunk.index not in infos]
@@ -85,7 +85,7 @@ class Catalog:
         if missing:
             raise StorageError(
                 f"{len(missing)} of {len(self.chunks)} parts are missing or damaged, the first is "
-                f"{self._context.layout.part(missing[0])}. Run the same command again: their rows are computed anew."
+                f"{self._context.layout.part(missing[0])}. Run the same command again: their rows are computed again."
             )
         counts = RowCounts()
         for info in infos.values():
@@ -120,8 +120,8 @@ class Catalog:
             return error
 
     def _quarantine(self, index: int, problem: BadPartError) -> PartInfo | None:
-        """Moves a bad part away. Another process may have replaced it by a good one in between: what was moved is
-        looked at again, and put back if it is good."""
+        """Moves a bad part away. Another process may have replaced it by a good one in between, so the moved file
+        is checked again, and put back if it is good."""
         context = self._context
         path = context.layout.part(index)
         if not self._repair:

@@ -1,4 +1,4 @@
-"""What a state file says is checked before it is believed: it may be damaged, or another user's.
+"""Checks of state files before their content is used: they may be damaged, or another user's.
 
 Names of output files are made of integers and fixed text, and a plan names input files that the job must also be given
 as --input; so what is left to check are types, ranges, and that the chunks are what a planner makes.

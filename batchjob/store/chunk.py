@@ -1,4 +1,4 @@
-"""One chunk in work: its finished rows, its log, and the commit that turns them into a part."""
+"""`OpenChunk`: one chunk in work, its finished rows, its log, and the commit that turns them into a part."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class OpenChunk:
     """A chunk that this process works on. `Store.open_chunk` makes it; `commit` or `close` ends it.
 
     `finished` are the keys of finished rows, those of earlier attempts included; `counts` counts them; `num_replayed`
-    is how many came out of logs. There, `num_bad` damaged records were passed over, `num_torn` that a kill cut off, and
-    `num_foreign` logs of other jobs.
+    of them were read from logs. `num_bad` damaged records, `num_torn` records that a kill cut off and `num_foreign`
+    logs of other jobs were skipped.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class OpenChunk:
     # -- what is finished
 
     def expect(self, row_index: int, num_samples: int) -> None:
-        """Says how many samples a row has, where its own params ask for other than the job's `n`. Before its `add`."""
+        """Sets the number of samples of a row whose own params ask for other than the job's `n`. Before its `add`."""
         known = self.finished.bound_to(row_index)
         if known is not None and known != num_samples:
             raise InputMissingError(
@@ -80,11 +80,11 @@ class OpenChunk:
         return self.finished.complete_rows()
 
     def is_complete(self) -> bool:
-        """Whether every sample of every row is finished, so that the chunk can be committed."""
+        """True if every sample of every row is finished, so that the chunk can be committed."""
         return len(self.finished) == self.finished.num_expected
 
     def add(self, completion: Completion) -> bool:
-        """Writes a finished sample to the log at once; a kill cannot take it any more. False if it is there already.
+        """Writes a finished sample to the log at once, so that it survives a kill. False if it is there already.
 
         Raises StorageError when two files in a row could not be written; nothing is noted then, so the caller may try
         again with the same completion.
@@ -109,7 +109,7 @@ class OpenChunk:
             self._append(frame(encode_partial(row_index, sample_index, num_prompt_tokens, token_ids)))
 
     def partial(self, row_index: int, sample_index: int, num_prompt_tokens: int) -> tuple[int, ...]:
-        """The output tokens that a sample had made when it was stopped; none for a prompt of another length."""
+        """The output tokens that a sample had when it was stopped; none for a prompt of another length."""
         known = self._partials.get((row_index, sample_index))
         return tuple(known[1]) if known is not None and known[0] == num_prompt_tokens else ()
 
@@ -131,7 +131,7 @@ class OpenChunk:
         return offset
 
     def sync(self) -> None:
-        """fdatasync of the log, if anything was written since the last. Raises StorageError."""
+        """Syncs the log with fdatasync, if anything was written since the last call. Raises StorageError."""
         log = self._log
         if not log.lost:
             try:
@@ -189,19 +189,19 @@ class OpenChunk:
                 for item in scan:
                     batch.append(item)
                     if len(batch) == _PARSE_ROWS:
-                        self._take(batch, number)
+                        self._keep_records(batch, number)
                         batch = []
-                self._take(batch, number)
+                self._keep_records(batch, number)
             except OSError:
                 self.num_bad = num_bad  # it is read again, or not at all
                 raise
         self.num_bad += scan.num_bad
         self.num_torn += scan.num_torn
 
-    def _take(self, batch: list[tuple[int, bytes]], number: int) -> None:
+    def _keep_records(self, batch: list[tuple[int, bytes]], number: int) -> None:
         """Keeps the records of a log; the first valid one of a sample wins."""
         for (offset, payload), record in zip(batch, parse_payloads([payload for _, payload in batch]), strict=True):
-            if record is not None and "partial" in record and self._take_partial(record):
+            if record is not None and "partial" in record and self._keep_partial(record):
                 continue
             if record is None or not self._is_valid(record):
                 self.num_bad += 1
@@ -213,7 +213,7 @@ class OpenChunk:
             self.finished.put(row_index, sample_index, payload, number, offset)
             self.counts.add_row(error[0] if error else None, record["prompt_tokens"], record["output_tokens"])
 
-    def _take_partial(self, record: dict[str, Any]) -> bool:
+    def _keep_partial(self, record: dict[str, Any]) -> bool:
         """Keeps the longest output of a sample that was stopped. False if the record is not one of this chunk."""
         try:
             row, sample, num_prompt = values = record["row"], record["sample"], record["prompt_tokens"]
@@ -230,7 +230,7 @@ class OpenChunk:
         return True
 
     def _is_valid(self, record: dict[str, Any]) -> bool:
-        """A record of this chunk, with everything that a part needs."""
+        """True for a record of this chunk that has everything that a part needs."""
         n = record.get("of")
         if type(n) is not int or not self._columns.is_valid(record):
             return False
@@ -252,14 +252,14 @@ class OpenChunk:
         try:
             self._context.check_place()
             if self._has_part():
-                return self._end(self._lost())
+                return self._close_with(self._lost_to_winner())
             self.sync()
             self._log.close()  # a file that is open cannot be removed from some network file systems
-            return self._end(commit_chunk(self._context, self.chunk, self.finished.batches, carried))
+            return self._close_with(commit_chunk(self._context, self.chunk, self.finished.batches, carried))
         except OSError as error:
             # A log that we read from is gone: another process committed the chunk, unless the output was moved away.
             if isinstance(error, FileNotFoundError) and self._has_part():
-                return self._end(self._lost())
+                return self._close_with(self._lost_to_winner())
             raise storage_error(error, "committing from", self._wal) from error
 
     def _has_part(self) -> bool:
@@ -267,12 +267,12 @@ class OpenChunk:
         with storage_errors("looking for", path):
             return self._fs.exists(path)
 
-    def _lost(self) -> Committed:
+    def _lost_to_winner(self) -> Committed:
         info = winner_of(self._context, self.chunk)
         settle(self._context, self.chunk, None)
         return Committed(self.chunk.index, self.chunk.num_rows, info.counts, won=False)
 
-    def _end(self, committed: Committed) -> Committed:
+    def _close_with(self, committed: Committed) -> Committed:
         self.close()
         if self._on_commit is not None:
             self._on_commit(committed)
@@ -287,7 +287,7 @@ class OpenChunk:
                 self._fs.unlink_if_there(path)
 
     def close(self) -> None:
-        """Lets go of the chunk without committing it; its logs stay for whoever opens it next."""
+        """Closes the chunk without committing it; its logs stay for the process that opens it next."""
         self._log.close()
         self.finished.release()
         self.closed = True

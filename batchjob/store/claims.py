@@ -1,7 +1,8 @@
-"""Claims on chunks, for processes that share all chunks of a job: whoever works on one says so. No row depends on it.
+"""Claims on chunks, for processes that share all chunks of a job: a process claims a chunk before it works on it. No
+row depends on it.
 
 `claims/CHUNK` is a directory that holds one file with the name of its attempt. A claim is stale when its attempt is
-over, or when the attempt's counter has stood still while it was watched; anybody may then take it.
+over, or when the attempt's counter has stood still while it was watched; any process may then take it.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class ChunkClaims:
         own: Mapping[str, Any],
         keeps: Callable[[Mapping[str, Any] | None], bool] = lambda record: False,
     ) -> None:
-        """`own` is what this attempt has noted about itself. `keeps` says of the record of another one whether its
-        claims hold even if it is over, because somebody who will take them up comes after it."""
+        """`own` is the record of this attempt. `keeps` tells from the record of another attempt whether its
+        claims hold even if it is over, because a successor will take them over."""
         self._context = context
         self._own = own
         self._keeps = keeps
@@ -39,7 +40,7 @@ class ChunkClaims:
         self._stale: set[str] = set()
 
     def take(self, index: int) -> bool:
-        """Claims a chunk, unless another attempt that is not known to be over has it. Again for one's own: True."""
+        """Claims a chunk, unless another attempt that is not known to be over has it. True for its own claim."""
         if index in self._held:
             return True
         layout = self._context.layout
@@ -59,7 +60,7 @@ class ChunkClaims:
             pass  # the next start sweeps it
 
     def close(self) -> None:
-        """Gives back what is not committed, for others to take at once."""
+        """Releases the claims on chunks that are not committed, for others to take at once."""
         for index in list(self._held):
             self.release(index)
 
@@ -79,7 +80,8 @@ class ChunkClaims:
         return found
 
     def judge(self, attempts: Iterable[str]) -> dict[str, bool | None]:
-        """Whether attempts live. None: watched since the first question, and not long enough to say."""
+        """True for each attempt that lives, False for a dead one; None for one that is watched since the first call,
+        which was too short ago to tell."""
         verdicts: dict[str, bool | None] = {}
         for attempt in set(attempts):
             if self._is_stale(attempt):
@@ -95,7 +97,7 @@ class ChunkClaims:
         return verdicts
 
     def is_kept(self, attempt: str) -> bool:
-        """Whether the claims of an attempt are kept for its successor."""
+        """True if the claims of an attempt are kept for its successor."""
         return self._keeps(self._record(attempt))
 
     def _is_stale(self, attempt: str) -> bool:

@@ -2,7 +2,7 @@
 
 The schema of the parts, the records of the write-ahead log, their checks and the content hash of a part are derived
 from this table. A new column is an entry here, a field of `Completion`, a flag of `JobSpec`, and the code that fills
-the field. Its entry goes to the end of the table, behind a flag: jobs that are there go on without it.
+the field. Its entry goes to the end of the table, behind a flag: existing jobs continue without it.
 """
 
 from __future__ import annotations

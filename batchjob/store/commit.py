@@ -26,7 +26,8 @@ _MAX_TAKE_BYTES = 1 << 30  # of carried columns; an Arrow array of text holds 2 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What a commit gave. `counts` are those of the part that stands, ours if `won`, else that of a faster process."""
+    """The result of a commit. `counts` are those of the part that stands: ours if `won`, else that of a faster
+    process."""
 
     chunk_index: int
     num_rows: int  # input rows of the chunk
@@ -51,7 +52,7 @@ def commit_chunk(
     try:
         won = context.publish(tmp, target)
     except FileNotFoundError:
-        raise  # whoever finished the job has removed the file of a chunk that is published
+        raise  # the process that finished the job has removed the file of a chunk that is published
     except OSError as error:
         raise storage_error(error, "publishing", target) from error
     if not won:
@@ -65,7 +66,7 @@ def settle(context: StoreContext, chunk: Chunk, tmp: Path | None) -> None:
     with storage_errors("syncing", context.layout.data):
         context.fs.fsync_dir(context.layout.data)
     if tmp is not None:
-        _drop(context, tmp)
+        _remove_tmp(context, tmp)
     context.remove_wal(chunk.index)
 
 
@@ -78,7 +79,7 @@ def winner_of(context: StoreContext, chunk: Chunk) -> PartInfo:
     except BadPartError as error:
         raise StorageError(
             f"{path} is there already, but {error}. Finished rows are kept in the logs; run the same command again: it "
-            "moves the file to .batchjob/quarantine and goes on."
+            "moves the file to .batchjob/quarantine and continues."
         ) from error
 
 
@@ -113,18 +114,18 @@ def _write_checked(
                 raise BadPartError("its footer is not what was written")
             return tmp, written
         except FileNotFoundError:
-            _drop(context, tmp)
+            _remove_tmp(context, tmp)
             raise
         except (OSError, BadPartError) as error:
-            _drop(context, tmp)
+            _remove_tmp(context, tmp)
             failure = error if isinstance(error, OSError) else OSError(errno.EIO, f"read back: {error}")
             if trial or failure.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise storage_error(failure, "writing", tmp) from error
     raise AssertionError("unreachable")
 
 
-def _drop(context: StoreContext, path: Path) -> None:
-    """Removes a temporary file if that is possible; it is swept later otherwise."""
+def _remove_tmp(context: StoreContext, path: Path) -> None:
+    """Removes a temporary file if that is possible; otherwise it is swept later."""
     try:
         context.fs.unlink_if_there(path)
     except OSError:
@@ -132,7 +133,7 @@ def _drop(context: StoreContext, path: Path) -> None:
 
 
 class _Totals:
-    """What the footer says about the rows, gathered while they are written."""
+    """The counts and the hash of the footer, gathered while the rows are written."""
 
     def __init__(self, columns: OutputColumns) -> None:
         self.counts = RowCounts()
@@ -180,13 +181,13 @@ class PartTables:
         if len(set(rows)) == len(rows) == rows[-1] - rows[0] + 1:
             table = self.carried.slice(rows[0] - first, len(rows))
         else:
-            table = _take(self.carried, [row - first for row in rows])
+            table = _take_rows(self.carried, [row - first for row in rows])
         return {name: table.column(name) for name in table.column_names}
 
 
-def _take(table: pa.Table, rows: list[int]) -> pa.Table:
-    """These rows, which are in order and may repeat. `Table.take` joins all chunks of a column, which must then fit
-    into one array: larger ones are put together row by row, without a copy."""
+def _take_rows(table: pa.Table, rows: list[int]) -> pa.Table:
+    """Takes these rows, which are in order and may repeat. `Table.take` joins all chunks of a column, which must then
+    fit into one array: larger ones are put together row by row, without a copy."""
     span = table.slice(rows[0], rows[-1] + 1 - rows[0])
     times = max(Counter(rows).values())
     if span.nbytes * times < _MAX_TAKE_BYTES:

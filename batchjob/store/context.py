@@ -1,4 +1,4 @@
-"""What the pieces of an open store share."""
+"""`StoreContext`: the values that the modules of an open store share."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class MemoryBudget:
 
 @dataclass(frozen=True, slots=True)
 class StoreContext:
-    """Where and as whom a store works. `patience` is how long a file is waited for that another process is known to
-    have made: the caches of a network file system may hide it for a while."""
+    """The output, job and attempt of an open store. `patience` is how long it waits for a file that another process is
+    known to have made: the caches of a network file system may hide it for a while."""
 
     fs: FsOps
     layout: Layout
@@ -61,8 +61,8 @@ class StoreContext:
     def check_place(self) -> None:
         """Raises StorageError unless the path still leads to the job that was opened, by the id in its manifest.
 
-        Whoever moved or deleted the output may have begun another job under its name. Nothing of ours can get into that
-        (see `anchors`), and nobody would find what we go on writing.
+        If the output was moved or deleted, another job may have begun under its name. Nothing of ours can get into that
+        one (see `anchors`), but further writes would go to a place where no reader looks.
         """
         now = FsOps()  # looks where the path leads, not below what was opened
         with storage_errors("looking for", self.layout.manifest):
@@ -79,7 +79,7 @@ class StoreContext:
         return self.read_part_at(self.layout.part(chunk.index), chunk)
 
     def read_part_at(self, path: Path, chunk: Chunk) -> PartInfo:
-        """The same for a file that has not its final name."""
+        """The footer of a file that does not have its final name yet, checked. Raises BadPartError or OSError."""
         info = read_info(self.fs, path, self.schema)
         check_expected(info, job_id=self.manifest.job_id, fingerprint=self.manifest.fingerprint_digest, chunk=chunk)
         return info
@@ -111,14 +111,14 @@ class StoreContext:
         )
 
     def is_dead(self, attempt: str) -> bool:
-        """Whether an attempt is known to be over, or none of this job. False if that cannot be told from here."""
+        """True if an attempt is known to be over, or to be none of this job. False if that cannot be told from here."""
         record = read_attempt(self.fs, self.layout.attempt(attempt))
         if record is not None and record.get("job", self.manifest.job_id) != self.manifest.job_id:
             return True
         return is_alive(record) is False
 
     def remove_wal(self, chunk_index: int) -> None:
-        """Removes a chunk's logs, as far as that works: nothing needs them once the part is durable."""
+        """Removes a chunk's logs if that is possible: nothing needs them once the part is durable."""
         try:
             self.fs.remove_tree(self.layout.chunk_wal(chunk_index))
         except OSError:

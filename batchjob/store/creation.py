@@ -41,7 +41,7 @@ def create_output(fs: FsOps, output: Path, manifest: Manifest, plan: JobPlan, at
         except (OSError, OutputCreateError) as error:
             with suppress(OSError):
                 fs.remove_tree(new.state)
-            # Whatever went wrong: if the job is there now, another process was faster (and may have swept ours away).
+            # Whatever the error was: if the job is there, another process was faster (and may have swept ours away).
             if not exists(fs, output):
                 if isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY):
                     raise OutputCreateError(
@@ -61,7 +61,7 @@ def sweep_unfinished(fs: FsOps, output: Path) -> None:
 def anchor_output(fs: FsOps, output: Path) -> None:
     """Holds the output's directories open; see `anchors`. OUT and OUT/data may be links that the user has made.
 
-    Raises OutputCreateError if the state directory is a link; what is not there is left to whoever reads it.
+    Raises OutputCreateError if the state directory is a link; a directory that is missing is reported when it is read.
     """
     layout = Layout(output)
     for path, follow in ((layout.root, True), (layout.state, False), (layout.data, True)):
@@ -118,9 +118,9 @@ def load_output(fs: FsOps, output: Path) -> tuple[Manifest, JobPlan]:
 
 
 def refuse_foreign_state(fs: FsOps, output: Path) -> None:
-    """Raises OutputCreateError for a state directory, or one in it, that another user made: it says what they want.
+    """Raises OutputCreateError for a state directory, or one in it, that another user made and controls.
     From then on `fs` reads no file of another user, which a directory that others may write to can hold. Root trusts
-    whom it was sent to; BATCHJOB_TRUST_OUTPUT=1 trusts all who may write there."""
+    the path that it was given; BATCHJOB_TRUST_OUTPUT=1 trusts every user who may write there."""
     me, layout = os.geteuid(), Layout(output)
     if me == 0 or os.environ.get("BATCHJOB_TRUST_OUTPUT") == "1":
         return
@@ -128,7 +128,7 @@ def refuse_foreign_state(fs: FsOps, output: Path) -> None:
         try:
             status = fs.stat(path)
         except OSError:
-            continue  # whoever reads it next says what is wrong
+            continue  # the next read reports what is wrong
         if status.st_uid not in (me, 0):
             raise OutputCreateError(
                 f"{path} belongs to another user (uid {status.st_uid}), who decides what is in it. If you work on one "
@@ -145,7 +145,7 @@ def exists(fs: FsOps, output: Path) -> bool:
 
 
 def _build(fs: FsOps, new: Layout, manifest: Manifest, plan: JobPlan, attempt: str) -> None:
-    """A complete, durable state directory."""
+    """Writes a complete, durable state directory."""
     for path in (new.state, *new.directories):
         fs.mkdir(path)
     fs.write_file(new.attempt(attempt), attempt_record({}))
@@ -159,7 +159,8 @@ def _build(fs: FsOps, new: Layout, manifest: Manifest, plan: JobPlan, attempt: s
 
 
 def _refuse_foreign_parts(fs: FsOps, layout: Layout) -> None:
-    """Parts without their state cannot be gone on with; writing beside them would mix two jobs."""
+    """Raises OutputCreateError for parts without their state: they cannot be resumed, and writing beside them would mix
+    two jobs."""
     if any(chunk_of_part(name) is not None for name in fs.listdir(layout.data)) and not exists(fs, layout.root):
         raise OutputCreateError(
             f"{layout.data} holds parts, but {layout.state} is gone: the job cannot be resumed. The parts can be "

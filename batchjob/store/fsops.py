@@ -1,4 +1,4 @@
-"""Every file operation of the store, as one object.
+"""`FsOps`: every file operation of the store, as one object, and the errors that users see when one fails.
 
 Nothing else in `store` touches the file system, so a test that replaces this object can fail or crash the k-th
 operation for every k. The first group of methods are single operations and raise OSError; the second are made of them.
@@ -48,7 +48,7 @@ _PERMISSIONS = "Check its permissions"
 class FsOps:
     """The real file system. Paths are absolute; files are created with O_EXCL only, never opened for truncation.
 
-    `owners`: the users whose files are read; None for those of everybody.
+    `owners` are the users whose files are read; None for those of all users.
     """
 
     owners: frozenset[int] | None = None
@@ -58,14 +58,14 @@ class FsOps:
         return Anchors()
 
     def anchor(self, path: Path, *, follow: bool = False) -> None:
-        """From now on, paths at or below this directory mean what is in it now, wherever it is moved; see `anchors`.
+        """Anchors a directory: paths at or below it stay in it from now on, wherever it is moved; see `anchors`.
 
         `follow`: the directory itself may be a symbolic link. Raises OSError.
         """
         self._anchors.add(path, follow=follow)
 
     def release_anchors(self) -> None:
-        """Paths mean again what lies there at the moment."""
+        """Drops all anchors: paths name again the files that lie there at the moment."""
         self._anchors.clear()
 
     def create(self, path: Path) -> int:
@@ -140,18 +140,18 @@ class FsOps:
             os.close(fd)
 
     def stat(self, path: Path) -> os.stat_result:
-        """Of a link below an anchor itself, elsewhere of what it leads to."""
+        """The status of a file: below an anchor that of a link itself, elsewhere that of its target."""
         with self._anchors.parent_of(path) as (fd, name):
             return os.stat(name, dir_fd=fd, follow_symlinks=fd is None)
 
     def access(self, path: Path) -> bool:
-        """Whether this process may write into a directory."""
+        """True if this process may write into a directory."""
         with self._anchors.parent_of(path) as (fd, name):
             return os.access(name, os.W_OK | os.X_OK, dir_fd=fd)
 
     def open_read(self, path: Path) -> BinaryIO:
-        """Opens a regular file. A symbolic link is refused (ELOOP): what lies there is ours or nothing. So is a pipe or
-        a device (EINVAL), which one could wait on for ever, and a file of somebody who is not of `owners` (EPERM)."""
+        """Opens a regular file. A symbolic link is refused (ELOOP), for the store makes none. So is a pipe or a device
+        (EINVAL), on which a read could wait for ever, and a file of a user who is not one of `owners` (EPERM)."""
         with self._anchors.parent_of(path) as (parent, name):
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=parent)
         status = os.fstat(fd)
@@ -206,7 +206,7 @@ class FsOps:
             return stat.S_ISLNK(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode)
 
     def ensure_dir(self, path: Path) -> None:
-        """Makes one directory, if it is not there, and its name durable (whoever made it may have died before that)."""
+        """Makes one directory, if it is not there, and its name durable (its maker may have died before that)."""
         try:
             self.mkdir(path)
         except FileExistsError:
@@ -222,9 +222,9 @@ class FsOps:
             self.ensure_dir(path)
 
     def remove_tree(self, path: Path) -> None:
-        """Removes a directory with what is in it, or whatever else has that name: of a link the link itself.
+        """Removes a directory with its content, or another file of that name; of a link, the link itself.
 
-        What another process removes meanwhile is no error.
+        A file that another process removes meanwhile is no error.
         """
         try:
             if path != path.parent and self.is_link(path):
@@ -255,7 +255,7 @@ class FsOps:
 
 
 class Sink:
-    """A file object for pyarrow that writes through an FsOps. `finish` fsyncs; `abandon` closes without a word.
+    """A file object for pyarrow that writes through an FsOps. `finish` fsyncs; `abandon` closes without an error.
 
     Small writes are joined. After `abandon` writes are swallowed: a Parquet writer that dies by an exception still
     writes its footer when it is collected, and must not touch a descriptor that may be another file's by then.
@@ -284,10 +284,10 @@ class Sink:
         return self._size
 
     def flush(self) -> None:
-        """Nothing: `finish` is what makes the file durable."""
+        """Does nothing: `finish` makes the file durable."""
 
     def close(self) -> None:
-        """Nothing: pyarrow closes at odd times; `finish` and `abandon` do."""
+        """Does nothing: pyarrow closes at odd times; `finish` and `abandon` close the file."""
 
     def finish(self) -> int:
         """Writes what is left, fsyncs, closes, and returns the size in bytes. Raises OSError; abandon it then."""
@@ -328,7 +328,7 @@ def storage_error(error: OSError, action: str, path: Path) -> StorageError:
     if error.errno == errno.EROFS:
         return StorageError(
             f"{action} {path} failed ({reason}): the file system is mounted read-only. If it was writable before, the "
-            "kernel has remounted it after a disk error (see `dmesg`) or somebody did (see `findmnt --target "
+            "kernel has remounted it after a disk error (see `dmesg`) or a user did (see `findmnt --target "
             f"{_quoted(path.parent)}`). Once it is writable again, run the same command again; finished rows are kept."
         )
     if error.errno == errno.EXDEV:

@@ -1,4 +1,4 @@
-"""Arrow values as strict JSON text, for `merge` to JSONL. `jsonvalues` has the rules for what JSON cannot say.
+"""Arrow values as strict JSON text, for `merge` to JSONL. `json_values` has the rules for what JSON cannot say.
 
 Integers have all their digits, floats are the shortest text that reads back equal, and a carried column that holds JSON
 text gives that text, byte for byte.

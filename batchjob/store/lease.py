@@ -1,4 +1,4 @@
-"""The lease of a shard: keeps two processes from computing the same rows twice. No row depends on it.
+"""The lease of a shard, which keeps two processes from computing the same rows twice. No row depends on it.
 
 `leases/SHARD-of-NUMBER.json` names the attempt that works on a shard. A second process that finds a living holder is
 refused; the lease of a dead one is taken over. Where nothing tells whether the holder lives, its counter is watched
@@ -35,7 +35,7 @@ class Lease:
     """
 
     def __init__(self, context: StoreContext, attempt_file: AttemptFile, shard: tuple[int, int]) -> None:
-        """`shard`: number of this shard, number of shards."""
+        """`shard` is the number of this shard and the number of shards."""
         self._context = context
         self._attempt_file = attempt_file
         self._fs, self._layout = context.fs, context.layout
@@ -49,11 +49,11 @@ class Lease:
         self._on_lost: Callable[[], None] = lambda: None
 
     def acquire(self, on_lost: Callable[[], None] = lambda: None) -> None:
-        """Takes the lease, or begins to watch whoever has it. Raises OutputBusyError if that is known to live."""
+        """Takes the lease, or begins to watch its holders. Raises OutputBusyError if one is known to live."""
         self._on_lost = on_lost
-        self._look()
+        self._judge_holders()
         if not self._watches:
-            self._take()
+            self._take_lease()
         self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
         self._thread.start()
 
@@ -66,15 +66,15 @@ class Lease:
             for watch in self._watches:
                 lives = watch.verdict()
                 if lives:
-                    raise self._busy(watch.attempt, self._record(watch.attempt))
+                    raise self._busy_error(watch.attempt, self._attempt_record(watch.attempt))
                 if lives is None:
                     time.sleep(liveness.BEAT_SECONDS / _LOOKS_PER_BEAT)
                     break
             else:
                 self._watches = []
-                self._look()  # somebody may have been faster
+                self._judge_holders()  # another process may have been faster
                 if not self._watches:
-                    self._take()
+                    self._take_lease()
         self.check()
 
     def check(self) -> None:
@@ -82,12 +82,12 @@ class Lease:
         if self._held and not self._is_ours():
             self._context.check_place()
             raise OutputBusyError(
-                f"another process has taken over {self._what()}, because this one looked dead to it. Finished rows are "
-                "kept."
+                f"another process has taken over {self._shard_name()}, because this one looked dead to it. Finished "
+                "rows are kept."
             )
 
     def close(self) -> None:
-        """Gives the lease back and stops the counter. Never fails: whoever comes next finds out."""
+        """Gives the lease back and stops the counter. Never fails: the next process sees that this one is over."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join(_PATIENCE)  # it may hang in a file system
@@ -100,22 +100,22 @@ class Lease:
 
     # -- the file
 
-    def _look(self) -> None:
-        """Judges the holders of overlapping leases, each once; whom nothing tells about is watched."""
+    def _judge_holders(self) -> None:
+        """Judges the holders of overlapping leases, each once; one that cannot be judged is watched."""
         with storage_errors("reading", self._layout.leases):
             self._fs.ensure_dir(self._layout.leases)
             for _, holder in self._overlapping():
                 if holder in self._judged:
                     continue
                 self._judged.add(holder)
-                record = self._record(holder)
+                record = self._attempt_record(holder)
                 over = is_over(record, self._attempt_file.info)
                 if over is None:
                     self._watches.append(Watch(self._context, holder))
                 elif not over:
-                    raise self._busy(holder, record)
+                    raise self._busy_error(holder, record)
 
-    def _record(self, attempt: str) -> Mapping[str, Any] | None:
+    def _attempt_record(self, attempt: str) -> Mapping[str, Any] | None:
         return read_attempt(self._fs, self._layout.attempt(attempt))
 
     def _overlapping(self) -> list[tuple[Path, str]]:
@@ -139,7 +139,7 @@ class Lease:
         attempt = lease.get("attempt") if ours else None
         return attempt if isinstance(attempt, str) and "/" not in attempt else None
 
-    def _take(self) -> None:
+    def _take_lease(self) -> None:
         tmp = self._layout.tmp / f"lease.{self._context.attempt}"
         with storage_errors("writing", self._path):
             for path, _ in self._overlapping():
@@ -171,17 +171,17 @@ class Lease:
 
     # -- messages
 
-    def _what(self) -> str:
+    def _shard_name(self) -> str:
         shard, number = self._shard
         output = self._layout.root
         return f"shard {shard} of {number} of {output}" if number > 1 else str(output)
 
-    def _busy(self, holder: str, record: Mapping[str, Any] | None) -> OutputBusyError:
+    def _busy_error(self, holder: str, record: Mapping[str, Any] | None) -> OutputBusyError:
         record = record or {}
         who = f"process {record.get('pid', '?')} on {record.get('host', '?')} (attempt {holder})"
         return OutputBusyError(
-            f"{who} works on {self._what()}, or on part of it. Wait for it, or stop it and run the same command again; "
-            "--no-lease runs beside it, which computes rows twice but writes them once."
+            f"{who} works on {self._shard_name()}, or on part of it. Wait for it, or stop it and run the same command "
+            "again; --no-lease runs beside it, which computes rows twice but writes them once."
         )
 
 
@@ -202,5 +202,6 @@ class NoLease:
 
 
 def overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Whether two shards, each (number, number of shards), have chunks in common: a chunk is its index modulo."""
+    """True if two shards, each (number, number of shards), have chunks in common: a chunk's shard is its index modulo
+    the number of shards."""
     return (one[0] - other[0]) % math.gcd(one[1], other[1]) == 0

@@ -1,4 +1,4 @@
-"""Whether another attempt still works, as far as that can be told. Courtesy only: no row depends on the answer.
+"""The judgement whether another attempt still works. It saves work only: no row depends on the answer.
 
 On the same host and boot, process id and start time tell. An attempt of the same SLURM task that has been restarted
 since is over, even if its process still runs somewhere. Of any other, only the counter in its record tells, which a
@@ -19,7 +19,7 @@ _BEATS_WATCHED = 2
 
 
 def is_over(record: Mapping[str, Any] | None, own: Mapping[str, Any]) -> bool | None:
-    """Whether the attempt with this record has ended, asked by the attempt with the record `own`. None: watch it."""
+    """True if the attempt with this record has ended, as the attempt with the record `own` sees it. None: watch it."""
     if record is None:
         return None
     if record.get("ended"):
@@ -45,7 +45,7 @@ class Watch:
         self._until = time.monotonic() + _BEATS_WATCHED * BEAT_SECONDS
 
     def verdict(self) -> bool | None:
-        """True: it lives. False: it stood still. None: not long enough to say."""
+        """True if it lives, False if its counter stood still, None if it was not watched for long enough."""
         record = self._read()
         if record.get("ended"):
             return False

@@ -1,4 +1,5 @@
-"""`job.json`: what a job is. Written once, when the output directory is created; every later run is held against it."""
+"""`Manifest`: job.json, the identity and the settings of a job. It is written once, when the output directory is
+created; every later run is compared with it."""
 
 from __future__ import annotations
 
@@ -27,14 +28,14 @@ _MAX_SHOWN = 200
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """`fingerprint` holds everything that changes results, as JSON values; the other settings are a record only.
+    """`fingerprint` holds everything that changes results, as JSON values; the other settings are only for reference.
 
     `link_method` (how a part is published, see `publish`) and `plan_digest` are filled in when the directory is made.
     """
 
     job_id: str
     spec: Mapping[str, Any]  # as the user gave it
-    resolved: Mapping[str, Any]  # what came out of it: model revision, sampling defaults, ...
+    resolved: Mapping[str, Any]  # the settings in effect: model revision, sampling defaults, ...
     fingerprint: Mapping[str, Any]
     schema: bytes  # of the parts, as a serialized Arrow schema
     num_samples: int  # output rows per input row, where the row's own params do not say otherwise
@@ -78,11 +79,12 @@ class Manifest:
 
     @property
     def fingerprint_digest(self) -> str:
-        """What the footers of parts hold."""
+        """The digest of the fingerprint that the footers of parts hold."""
         return hashlib.sha256(_canonical(self.fingerprint).encode()).hexdigest()[:32]
 
     def diff(self, other: Manifest) -> list[str]:
-        """How `other`, the job asked for now, differs from this one, the job that is there: `name: old → new` lines.
+        """The differences of `other`, the job asked for now, from this one, the job that is there: `name: old → new`
+        lines.
 
         Empty if the two may share an output directory.
         """
@@ -127,7 +129,7 @@ class Manifest:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
             raise StorageError(
                 f"{source} is damaged ({error}). Restore it from a copy; without it the parts in data/ can be read but "
-                "the job cannot go on."
+                "the job cannot continue."
             ) from error
 
     def _check(self) -> None:

@@ -74,7 +74,8 @@ def merge(
 
 
 def merge_format(dest: str | Path, format: str | None = None) -> str:
-    """The format to write: the one asked for, or that of the ending. Raises UsageError for what cannot be merged to."""
+    """The format to write: the one asked for, or that of the ending. Raises UsageError for a destination that cannot be
+    merged to."""
     refuse_url(dest, "DESTINATION")
     is_directory = str(dest).endswith("/")
     format = format or ("parquet" if is_directory else _ENDINGS.get(Path(dest).suffix.lower()))
@@ -97,7 +98,7 @@ def _copy(context: StoreContext, chunk: Chunk, writer: MergeWriter) -> None:
     except BadPartError as error:
         raise StorageError(
             f"{context.layout.part(chunk.index)} is damaged: {error}. Nothing was merged. Move that "
-            "file away and run the job again: its rows are computed anew."
+            "file away and run the job again: its rows are computed again."
         ) from error
 
 

@@ -18,7 +18,7 @@ _BATCH_ROWS = 8_192
 
 
 class MergeWriter(Protocol):
-    """Takes the rows in order. `finish` makes them durable and checks them; `abandon` lets go of what is open."""
+    """Takes the rows in order. `finish` makes them durable and checks them; `abandon` closes the open files."""
 
     def write(self, table: pa.Table) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Parts: the immutable Parquet files in OUT/data. Writing one under a temporary name, and checking one."""
+"""Parts, the immutable Parquet files in OUT/data: how one is written under a temporary name, and how it is checked."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BadPartError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PartInfo:
-    """What the footer of a part says about it. `rows` are the chunk's input rows; `counts` are output rows."""
+    """The footer of a part. `num_rows` are the chunk's input rows; `counts` are output rows."""
 
     job_id: str
     fingerprint: str
@@ -138,7 +138,8 @@ def write_part(
 
 @contextmanager
 def _damage_is_bad_part() -> Iterator[None]:
-    """Damage shows in many ways. pyarrow reports some of it as OSError too; those of the file system carry a number."""
+    """Turns the many errors of damaged files into BadPartError. pyarrow raises OSError for some damage too; only those
+    of the file system have an errno."""
     try:
         yield
     except (pa.ArrowException, OSError, EOFError, ValueError, KeyError, TypeError, OverflowError) as error:

@@ -15,7 +15,7 @@ class Layout:
 
     OUT/data/part-00000000.parquet    complete, immutable parts; nothing else, ever
     OUT/.batchjob/job.json            the manifest
-    OUT/.batchjob/plan/00000.arrow    the plan; 00001.arrow and so on: what the job was extended by
+    OUT/.batchjob/plan/00000.arrow    the plan; 00001.arrow and so on: its extensions
     OUT/.batchjob/wal/CHUNK/ATTEMPT.log, tmp/CHUNK.ATTEMPT, attempts/ATTEMPT.json, leases/, claims/,
     quarantine/, done.json
 
@@ -75,7 +75,7 @@ class Layout:
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        """What creation makes inside the state directory."""
+        """The directories inside the state directory that creation makes."""
         return (self.plan.parent, self.wal, self.tmp, self.attempts, self.leases, self.claims, self.quarantine)
 
     def part(self, chunk_index: int) -> Path:

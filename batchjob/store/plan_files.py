@@ -157,12 +157,12 @@ def plan_from_bytes(data: bytes, *, previous: str = "") -> JobPlan:
 
 
 def checksum(data: bytes) -> str:
-    """Of a plan file, as job.json and the next plan file hold it."""
+    """The checksum of a plan file that job.json and the next plan file hold."""
     return hashlib.sha256(data).hexdigest()
 
 
 def join_plans(plan: JobPlan, extension: JobPlan) -> JobPlan:
-    """A plan with the files and chunks of an extension behind its own. Raises ValueError unless these follow on."""
+    """A plan with the files and chunks of an extension after its own. Raises ValueError unless these follow on."""
     next_row = plan.chunks[-1].row_index + plan.chunks[-1].num_rows if plan.chunks else 0
     for index, chunk in enumerate(extension.chunks, len(plan.chunks)):
         if (chunk.index, chunk.row_index) != (index, next_row):
@@ -192,7 +192,7 @@ def _stamp(file: InputFile) -> dict[str, object]:
 
 
 def _place(segment: Segment) -> dict[str, int]:
-    """Where a segment is, without what it holds: the form that earlier versions read and wrote."""
+    """The place of a segment without the digest of its content: the form that earlier versions read and wrote."""
     place = asdict(segment)
     del place["digest"]
     return place

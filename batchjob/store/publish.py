@@ -1,4 +1,4 @@
-"""How a finished file gets its final name: create-if-absent, so that the first writer wins and nobody overwrites.
+"""Publication: a finished file gets its final name only if that is free, so that the first writer wins.
 
 `link` where the file system has hard links, else a rename that refuses to replace, else a rename under a claim. The
 method is probed once, when the output directory is made, and kept in job.json: all writers of one output must use the
@@ -103,7 +103,7 @@ def publish(
     is_dead: Callable[[str], bool],
     patience: float,
 ) -> bool:
-    """Gives `tmp` the name `target`; False if that is taken, which is what counts as lost. Raises OSError.
+    """Gives `tmp` the name `target`; False if that is taken: another process was first. Raises OSError.
 
     `claims` (a directory for claims), `attempt`, `is_dead` and `patience` (seconds to wait for another process) are for
     the claim method.
@@ -134,7 +134,7 @@ def publish(
 
 
 class Claim:
-    """The right to rename to a name, held between looking whether it is free and taking it.
+    """The right to rename to a name, held between the check that it is free and the rename.
 
     A claim is a directory with one file in it, named after its holder. It is made elsewhere and renamed into place,
     which cannot replace a directory that has something in it: so it appears together with its holder's name, and what
@@ -148,7 +148,8 @@ class Claim:
         self._new = claims / f"{self._path.name}.{attempt}"
 
     def acquire(self, target: Path, *, is_dead: Callable[[str], bool], patience: float) -> bool:
-        """False if `target` appears while waiting. Raises StorageError after `patience` seconds behind one holder."""
+        """Waits for the claim. False if `target` appears meanwhile. Raises StorageError after `patience` seconds behind
+        one holder."""
         fs = self._fs
         self._stage()
         deadline = time.monotonic() + patience
@@ -168,7 +169,7 @@ class Claim:
         return True
 
     def try_acquire(self, *, is_dead: Callable[[str], bool]) -> bool:
-        """Without waiting. False if it has a holder that is not known to be dead."""
+        """Takes the claim without waiting. False if it has a holder that is not known to be dead."""
         self._stage()
         while not self._take():
             holders, dead = self._evict(is_dead)
@@ -192,7 +193,7 @@ class Claim:
         return True
 
     def _evict(self, is_dead: Callable[[str], bool]) -> tuple[list[str], list[str]]:
-        """Takes the claim from holders that are dead. Returns all holders there were, and those."""
+        """Takes the claim from dead holders. Returns all holders there were, and the dead ones."""
         holders = self._holders()
         dead = [holder for holder in holders if holder == self._attempt or is_dead(holder)]
         for holder in dead:
@@ -210,8 +211,8 @@ class Claim:
 
 
 def sweep_claims(fs: FsOps, claims: Path, published: set[str], *, is_dead: Callable[[str], bool]) -> None:
-    """Removes the claims that crashes left: those to what is `published` (names of parts and of claims on chunks), and
-    those of dead attempts that were never put into place."""
+    """Removes the claims that crashes left: those on `published` names (of parts, and of claims on chunks), and those
+    of dead attempts that were never put into place."""
     published = {name.partition(".")[0] for name in published}
     for name in fs.listdir(claims):
         wanted, _, attempt = name.partition(".")

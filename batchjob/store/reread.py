@@ -1,7 +1,7 @@
-"""Reading again what a file server has lost track of.
+"""Repeated reads, for files that a file server has lost track of.
 
 ESTALE says that a file was replaced or removed on the server, or that the server came back with another view of it.
-Opening the name once more settles which; a read may be repeated as often as one likes.
+Opening the name once more settles which; a read may be repeated any number of times.
 """
 
 from __future__ import annotations

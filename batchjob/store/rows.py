@@ -66,12 +66,12 @@ class FinishedRows(Set[tuple[int, int]]):
     # -- samples of a row
 
     def num_samples(self, row_index: int) -> int:
-        """How many samples a row has; 0 if it is not one of the chunk."""
+        """The number of samples of a row; 0 if it is not one of the chunk."""
         row = row_index - self._first
         return self._num_samples.get(row, self._default) if 0 <= row < self._num_rows else 0
 
     def bound_to(self, row_index: int) -> int | None:
-        """The number of samples that a row is bound to; None if nothing has been said or finished of it."""
+        """The number of samples that a row is bound to; None if it has no finished sample and no number was set."""
         row = row_index - self._first
         known = self._num_samples.get(row)
         if known is None and any((row << _SAMPLE_BITS | sample) in self._entries for sample in range(self._default)):
@@ -120,10 +120,10 @@ class FinishedRows(Set[tuple[int, int]]):
             group.append(key)
             size += len(entry) if isinstance(entry, bytes) else entry & _LEN_MASK
             if len(group) == _GROUP_ROWS or size >= _GROUP_BYTES:
-                yield self._read(group)
+                yield self._read_payloads(group)
                 group, size = [], 0
         if group:
-            yield self._read(group)
+            yield self._read_payloads(group)
 
     def batches(self) -> Iterator[Records]:
         """The records in order, group by group. Raises StorageError, or OSError."""
@@ -135,7 +135,7 @@ class FinishedRows(Set[tuple[int, int]]):
                 records.append(record)
             yield records
 
-    def _read(self, keys: list[int]) -> list[tuple[int, bytes]]:
+    def _read_payloads(self, keys: list[int]) -> list[tuple[int, bytes]]:
         """The payloads of keys; those that are not in memory are read from the logs, in the order of their offsets."""
         found: dict[int, bytes] = {}
         outside: dict[int, list[tuple[int, int, int]]] = {}
@@ -159,7 +159,7 @@ class FinishedRows(Set[tuple[int, int]]):
                 if payload is None or len(payload) != size:
                     raise StorageError(
                         f"{path} has changed or is damaged at byte {offset}. Run the same command again: the row is "
-                        "computed anew."
+                        "computed again."
                     )
                 found[key] = payload
         return found

@@ -19,7 +19,7 @@ _DROPPED_METADATA = (b"pandas", b"ARROW:schema")
 
 
 def check_column_names(names: Iterable[str]) -> None:
-    """Raises UsageError if a carried column has the name of one of ours, or a name comes twice."""
+    """Raises UsageError if a carried column has the name of a generated one, or if a name comes twice."""
     names = list(names)
     clashes = [name for name in names if name in OWN_COLUMNS]
     if clashes:
@@ -64,7 +64,7 @@ def carried_names(schema: pa.Schema) -> list[str]:
 
 
 def _check_storable(field: pa.Field) -> None:
-    """A type that Parquet cannot hold is found before anything is generated."""
+    """Raises InputDataError for a type that Parquet cannot hold, before anything is generated."""
     sink = pa.BufferOutputStream()
     try:
         pq.ParquetWriter(sink, pa.schema([field])).close()

@@ -1,4 +1,4 @@
-"""What an output directory says about its job, read without touching it: for `status` from another shell."""
+"""The state of a job as its output directory shows it. Nothing is written, so `status` may run beside the job."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Status:
         return self.num_chunks_committed == self.num_chunks
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as JSON values."""
+        """The status as JSON values."""
         return {
             "job_id": self.manifest.job_id,
             "complete": self.complete,
@@ -68,7 +68,7 @@ class Status:
         }
 
     def render(self) -> str:
-        """A few lines for a person."""
+        """The status as a few lines for a person."""
         done = self.num_rows_committed + self.num_rows_logged
         share = done / self.num_rows if self.num_rows else float(self.complete)
         state = "complete" if self.complete else "not complete"
@@ -94,7 +94,7 @@ class Status:
 
 
 def job_status(output: str | Path, *, fs: FsOps | None = None) -> Status:
-    """Raises UsageError if the directory holds no job, StorageError."""
+    """Reads the status of a job. Raises UsageError if the directory holds none, StorageError."""
     fs = fs or FsOps()
     refuse_url(output, "OUTPUT")
     output = Path(output).absolute()

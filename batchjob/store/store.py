@@ -1,4 +1,4 @@
-"""`Store`: an output directory, open for work. What it promises:
+"""`Store`: an output directory, open for work. It promises:
 
 * a finished row that `OpenChunk.add` took survives a kill at once, and a power loss after the next `flush`;
 * each input row ends up in exactly one part, whatever crashes, and however many processes share the output;
@@ -43,9 +43,9 @@ from batchjob.store.sweep import sweep
 
 
 class Store:
-    """See the module. Not thread-safe; each process opens its own.
+    """An open output directory; the module says what it promises. Not thread-safe; each process opens its own.
 
-    `warnings` gathers what a person should hear of: damaged parts, foreign files, damaged log records.
+    `warnings` are lines for a person: damaged parts, foreign files, damaged log records.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Store:
         memory_limit: int = DEFAULT_MEMORY_LIMIT,
     ) -> Store:
         """Makes the output directory, or opens the one that is there: `manifest` and `plan` of the result are those of
-        whoever was first. Hold `store.manifest.diff(manifest)` against it.
+        the process that was first, so check `store.manifest.diff(manifest)`.
 
         Raises OutputCreateError (or StorageError on a full disk).
         """
@@ -105,14 +105,14 @@ class Store:
 
     @staticmethod
     def exists(output: str | Path, *, fs: FsOps | None = None) -> bool:
-        """Whether a directory holds a job. Raises StorageError."""
+        """True if a directory holds a job. Raises StorageError."""
         path = Path(output).absolute()
         with storage_errors("looking for", path):
             return exists(fs or FsOps(), path)
 
     def start_attempt(self, info: Mapping[str, Any]) -> None:
-        """Notes this process in `attempts/`, proves that the output can be written to, and removes what dead attempts
-        left: their temporary files, and the logs of committed chunks. Before the first `open_chunk`.
+        """Writes the file of this attempt, proves that the output can be written to, and removes the files that dead
+        attempts left: temporary ones, and the logs of committed chunks. Before the first `open_chunk`.
 
         `info` is free: scheduler ids, versions, settings that may change between runs. Raises OutputCreateError if the
         output cannot be written to, StorageError.
@@ -130,7 +130,7 @@ class Store:
             sweep(self._context, self.committed())
 
     def note_attempt(self, info: Mapping[str, Any]) -> None:
-        """Adds to what `start_attempt` noted: a heartbeat counter, the reason of the end. From any thread.
+        """Adds to the file of this attempt: a heartbeat counter, the reason of the end. From any thread.
 
         Raises StorageError.
         """
@@ -141,7 +141,7 @@ class Store:
         return ChunkClaims(self._context, self._attempt_file.info, keeps)
 
     def is_published(self, index: int) -> bool:
-        """Whether a chunk has a part by name. Raises StorageError."""
+        """True if a chunk has a part by name. Raises StorageError."""
         path = self._layout.part(index)
         with storage_errors("looking for", path):
             return self._fs.exists(path)
@@ -200,7 +200,8 @@ class Store:
         return counts
 
     def done(self) -> Mapping[str, Any] | None:
-        """What `finish` wrote, if it did and every part is still there by name; else None. Fast: reads no part."""
+        """The content of done.json, if `finish` wrote it and every part is still there by name; else None. Reads no
+        part."""
         try:
             data = self._fs.read_file(self._layout.done)
         except FileNotFoundError:
@@ -219,7 +220,7 @@ class Store:
     # -- work
 
     def open_chunk(self, index: int) -> OpenChunk:
-        """Opens a chunk for work; its finished rows are those of all its logs, whoever wrote them.
+        """Opens a chunk for work; its finished rows are those of all its logs, also of other processes.
 
         Raises StorageError.
         """
@@ -239,7 +240,7 @@ class Store:
         return chunk
 
     def commit_empty(self) -> Committed:
-        """For a plan without rows: publishes the one empty part, which carries the schema."""
+        """Publishes the one empty part of a plan without rows, which carries the schema."""
         if self.plan.chunks:
             raise ValueError("the plan has rows")
         chunk = self._catalog.chunks[0]
@@ -248,7 +249,7 @@ class Store:
         with storage_errors("committing to", self._layout.data):
             try:
                 committed = commit_chunk(self._context, chunk, lambda: (), None)
-            except FileNotFoundError:  # whoever finished the job meanwhile has removed our temporary file
+            except FileNotFoundError:  # the process that finished the job has removed our temporary file
                 if chunk.index not in self.committed():
                     raise
                 return Committed(chunk.index, 0, RowCounts(), won=False)
@@ -265,7 +266,7 @@ class Store:
                 chunk.sync()
 
     def finish(self) -> Mapping[str, Any]:
-        """Once every chunk is committed: checks all parts anew and writes done.json, whose content it returns.
+        """Checks all parts again, once every chunk is committed, and writes done.json, whose content it returns.
 
         Raises StorageError if a part is missing or damaged: the job is not complete then.
         """
@@ -286,7 +287,7 @@ class Store:
         return done
 
     def close(self) -> None:
-        """Flushes and lets go of the open chunks; their logs stay. Raises StorageError."""
+        """Flushes and closes the open chunks; their logs stay. Raises StorageError."""
         try:
             self.flush()
         finally:

@@ -25,7 +25,7 @@ def sweep(context: StoreContext, committed: Collection[int], *, is_finished: boo
 
 
 def _sweep_tmp(context: StoreContext, published: Collection[int]) -> None:
-    """The names are PURPOSE.ATTEMPT[.TRIAL]."""
+    """Removes temporary files; their names are PURPOSE.ATTEMPT[.TRIAL]."""
     fs, tmp = context.fs, context.layout.tmp
     for name in fs.listdir(tmp):
         purpose, _, attempt = name.partition(".")

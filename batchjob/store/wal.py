@@ -22,7 +22,7 @@ _LOG_JOB = re.compile(r"\.job-([0-9a-f]+)\.")
 
 
 def encode_partial(row_index: int, sample_index: int, num_prompt_tokens: int, token_ids: Sequence[int]) -> bytes:
-    """The payload for a sample that was stopped: the output tokens that it has made."""
+    """The payload for a sample that was stopped, with the output tokens that it has so far."""
     ids = ",".join(map(str, token_ids))
     return (
         f'{{"row":{row_index},"sample":{sample_index},"prompt_tokens":{num_prompt_tokens},"partial":[{ids}]}}'
@@ -35,12 +35,12 @@ def frame(payload: bytes) -> bytes:
 
 
 def log_name(attempt: str, job_id: str) -> str:
-    """The name of an attempt's log of a chunk, without its ending: whose it is, and of which job."""
+    """The name of an attempt's log of a chunk, without its ending: it holds the attempt and the job."""
     return f"{attempt}.job-{job_id}"
 
 
 def is_foreign(name: str, job_id: str) -> bool:
-    """Whether a log's name says that it is another job's. Earlier versions did not name the job."""
+    """True if a log's name holds the id of another job. Logs of earlier versions hold no id."""
     found = _LOG_JOB.search(name)
     return found is not None and found[1] != job_id
 
@@ -118,13 +118,13 @@ class ChunkLog:
 
     After a failed write or fsync the file is never touched again: what is in it is unknown (a failed fsync may have
     marked pages clean). `abandon` makes the next append start a new file, and notes in `lost` if records were not
-    synced before: they must be written anew.
+    synced before: they must be written again.
     """
 
     def __init__(
         self, fs: FsOps, directory: Path, name: str, *, before_open: Callable[[], None] = lambda: None
     ) -> None:
-        """`name` begins the names of its files: see `log_name`."""
+        """`name` is the start of the names of its files; see `log_name`."""
         self._fs = fs
         self._before_open = before_open
         self._write = fs.write
@@ -170,7 +170,7 @@ class ChunkLog:
             pass  # removed in between by the chunk's commit: this log is no longer needed
 
     def sync(self) -> None:
-        """fdatasync, if anything was written since the last one. Raises OSError; abandon the log then."""
+        """Calls fdatasync, if anything was written since the last one. Raises OSError; abandon the log then."""
         if self.dirty and self._fd >= 0:
             self._fs.fdatasync(self._fd)
         self.dirty = False
@@ -180,7 +180,7 @@ class ChunkLog:
         self.close()
 
     def close(self) -> None:
-        """Lets go of the file; what was synced stays."""
+        """Closes the file; synced records stay."""
         fd, self._fd = self._fd, -1
         self.dirty = False
         if fd >= 0:
