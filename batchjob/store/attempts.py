@@ -18,7 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from batchjob.store.fsops import FsOps, storage_errors
+from batchjob.store.disk_errors import storage_errors
+from batchjob.store.fsops import FsOps
 from batchjob.store.paths import Layout
 
 

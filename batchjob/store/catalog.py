@@ -9,7 +9,7 @@ from batchjob.errors import StorageError
 from batchjob.plan import Chunk, JobPlan
 from batchjob.store.context import StoreContext
 from batchjob.store.counts import RowCounts
-from batchjob.store.fsops import storage_errors
+from batchjob.store.disk_errors import storage_errors
 from batchjob.store.parts import BadPartError, PartInfo
 from batchjob.store.paths import chunk_of_part
 from batchjob.store.reread import reread

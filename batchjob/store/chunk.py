@@ -18,7 +18,7 @@ from batchjob.records import Completion
 from batchjob.store.commit import Committed, commit_chunk, settle, winner_of
 from batchjob.store.context import StoreContext
 from batchjob.store.counts import RowCounts
-from batchjob.store.fsops import storage_error, storage_errors
+from batchjob.store.disk_errors import storage_error, storage_errors
 from batchjob.store.reread import reread
 from batchjob.store.rows import MAX_SAMPLES, FinishedRows
 from batchjob.store.wal import (

@@ -12,7 +12,7 @@ from typing import Any
 
 from batchjob.store.attempts import read_attempt
 from batchjob.store.context import StoreContext
-from batchjob.store.fsops import storage_errors
+from batchjob.store.disk_errors import storage_errors
 from batchjob.store.liveness import Watch, is_over
 from batchjob.store.publish import Claim
 

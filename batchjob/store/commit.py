@@ -16,7 +16,7 @@ from batchjob.plan import Chunk
 from batchjob.store.columns import OutputColumns
 from batchjob.store.context import StoreContext
 from batchjob.store.counts import RowCounts
-from batchjob.store.fsops import storage_error, storage_errors
+from batchjob.store.disk_errors import storage_error, storage_errors
 from batchjob.store.parts import BadPartError, ContentHash, PartInfo, count_rows, write_part
 from batchjob.store.rows import Records
 from batchjob.store.schema import carried_names

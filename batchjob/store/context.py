@@ -12,7 +12,8 @@ from batchjob.errors import StorageError
 from batchjob.plan import Chunk
 from batchjob.store.attempts import is_alive, read_attempt
 from batchjob.store.columns import OutputColumns
-from batchjob.store.fsops import FsOps, storage_errors
+from batchjob.store.disk_errors import storage_errors
+from batchjob.store.fsops import FsOps
 from batchjob.store.manifest import Manifest
 from batchjob.store.parts import PartInfo, check_expected, read_info
 from batchjob.store.paths import Layout

@@ -15,7 +15,8 @@ from pathlib import Path
 from batchjob.errors import OutputCreateError, StorageError, UsageError
 from batchjob.plan import JobPlan
 from batchjob.store.attempts import attempt_record
-from batchjob.store.fsops import FsOps, create_errors, storage_error, storage_errors
+from batchjob.store.disk_errors import create_errors, storage_error, storage_errors
+from batchjob.store.fsops import FsOps
 from batchjob.store.manifest import Manifest
 from batchjob.store.paths import Layout, chunk_of_part
 from batchjob.store.plan_files import checksum, load_plan, plan_to_bytes

@@ -20,7 +20,7 @@ from batchjob.errors import OutputBusyError, StorageError
 from batchjob.store import liveness
 from batchjob.store.attempts import AttemptFile, read_attempt
 from batchjob.store.context import StoreContext
-from batchjob.store.fsops import storage_errors
+from batchjob.store.disk_errors import storage_errors
 from batchjob.store.liveness import Watch, is_over
 
 _NAME = re.compile(r"(\d+)-of-(\d+)\.json")

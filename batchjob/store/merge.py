@@ -16,7 +16,8 @@ from batchjob.spec import refuse_url
 from batchjob.store.catalog import Catalog
 from batchjob.store.context import StoreContext
 from batchjob.store.creation import load_output
-from batchjob.store.fsops import FsOps, storage_errors
+from batchjob.store.disk_errors import storage_errors
+from batchjob.store.fsops import FsOps
 from batchjob.store.mergefiles import JsonlWriter, MergeWriter, ParquetWriter
 from batchjob.store.parts import BadPartError, read_tables
 from batchjob.store.paths import Layout

@@ -20,7 +20,8 @@ from batchjob.errors import StorageError
 from batchjob.plan import Chunk, InputFile, JobPlan, Segment
 from batchjob.store.checks import check_plan
 from batchjob.store.context import StoreContext
-from batchjob.store.fsops import FsOps, storage_errors
+from batchjob.store.disk_errors import storage_errors
+from batchjob.store.fsops import FsOps
 from batchjob.store.paths import Layout
 
 _SEGMENT = pa.struct(

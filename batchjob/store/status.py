@@ -14,7 +14,8 @@ from batchjob.store.chunk import OpenChunk
 from batchjob.store.context import MemoryBudget, StoreContext
 from batchjob.store.counts import RowCounts
 from batchjob.store.creation import load_output
-from batchjob.store.fsops import FsOps, storage_errors
+from batchjob.store.disk_errors import storage_errors
+from batchjob.store.fsops import FsOps
 from batchjob.store.manifest import Manifest
 from batchjob.store.paths import Layout
 

@@ -34,7 +34,8 @@ from batchjob.store.creation import (
     restore_directories,
     sweep_unfinished,
 )
-from batchjob.store.fsops import FsOps, create_errors, storage_error, storage_errors
+from batchjob.store.disk_errors import create_errors, storage_error, storage_errors
+from batchjob.store.fsops import FsOps
 from batchjob.store.lease import Lease
 from batchjob.store.manifest import Manifest
 from batchjob.store.paths import Layout

@@ -22,7 +22,7 @@ from batchjob.store import FsOps, RowCounts, Store
 from batchjob.store.attempts import attempt_record
 from batchjob.store.columns import OutputColumns
 from batchjob.store.commit import PartTables
-from batchjob.store.fsops import storage_error
+from batchjob.store.disk_errors import storage_error
 from batchjob.store.parts import BadPartError
 from batchjob.store.paths import Layout
 from batchjob.store.wal import log_name
