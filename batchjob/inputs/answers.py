@@ -72,7 +72,7 @@ def _home(folder: str, own: set[_Key]) -> tuple[str, bool] | None:
 
 
 def _fixed_part(pattern: str) -> str:
-    """Where the way begins: the file or directory that a pattern names, or that before its first wildcard."""
+    """The file or directory that a pattern names, or the one before its first wildcard."""
     path = os.path.abspath(os.path.expanduser(pattern))
     while not os.path.exists(path):
         path = os.path.dirname(path)

@@ -1,4 +1,4 @@
-"""Which keys come more than once, however many there are: in memory first, then through temporary files."""
+"""Finds keys that come more than once, however many there are: in memory first, then through temporary files."""
 
 from __future__ import annotations
 

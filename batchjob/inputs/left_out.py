@@ -1,4 +1,4 @@
-"""What lies below an input and is not read: counted by kind, and said in one line with an example and a remedy."""
+"""Files below an input that are not read: counted by kind, and reported in one line with an example and a remedy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchjob.inputs.names import PACKED_NAMES
 _MAX_KINDS = 5
 _ENDING = re.compile(r"\.[A-Za-z0-9_]{1,12}")
 _TABLES = {"_delta_log": "Delta Lake", ".hoodie": "Hudi"}
-# Folders of tools that hold no data of anybody.
+# Folders of tools that hold no data.
 _KNOWN_FOLDERS = {".git", ".cache", ".batchjob", ".ipynb_checkpoints", "__pycache__", "__MACOSX", "_spark_metadata"}
 
 

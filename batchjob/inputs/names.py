@@ -1,4 +1,4 @@
-"""What the name of a file says: how it is packed, and whether it belongs to a tool."""
+"""Names of files: how a file is compressed, and whether it belongs to a tool."""
 
 from __future__ import annotations
 

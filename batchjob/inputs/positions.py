@@ -21,7 +21,7 @@ class Position(ABC, Generic[T]):
 
     @abstractmethod
     def reaches(self, segment: Segment) -> bool:
-        """Whether reading on to a segment that is not before `row` costs less than opening the file there."""
+        """True if reading on to a segment that is not before `row` costs less than opening the file there."""
 
     @abstractmethod
     def take(self, segment: Segment) -> Iterator[T]:

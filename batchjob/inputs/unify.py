@@ -146,7 +146,7 @@ def _conform_list(array: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def is_certain(have: pa.DataType, kind: pa.DataType) -> bool:
-    """Whether every value of the type `have` fits `kind`, which `join` gave; otherwise the values must be looked at."""
+    """True if every value of the type `have` fits `kind`, which `join` gave; else the values must be looked at."""
     if have == kind or t.is_null(have):
         return True
     if t.is_dictionary(have):

@@ -192,7 +192,7 @@ def _folders(root: str, entered: set[str], left_out: LeftOut) -> Iterator[tuple[
 
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:
-    """What a folder holds, sorted by name. Raises InputMissingError."""
+    """The entries of a folder, sorted by name. Raises InputMissingError."""
     try:
         with os.scandir(folder) as entries:
             return sorted(entries, key=lambda entry: entry.name)

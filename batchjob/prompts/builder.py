@@ -94,7 +94,7 @@ class PromptBuilder:
 
     def check(self, records: Sequence[Record]) -> list[tuple[RowError, bool] | None]:
         """For each row why it makes no text, and whether the reason lies in the column or the job's flags, so that
-        other rows may share it. Nothing is tokenised: a row at which a tokeniser comes down does no harm here."""
+        other rows may share it. Nothing is tokenised: a row at which a tokeniser crashes does no harm here."""
         jobs = [_Row(record) for record in records]
         with self._chat.guarded():
             for job in jobs:

@@ -28,7 +28,7 @@ class InvalidPrompt(Exception):
 
 
 def template_text(name: str, value: Any) -> str:
-    """How a column's value stands in a --prompt template: text as it is, anything else as JSON would write it."""
+    """A column's value as it stands in a --prompt template: text as it is, anything else as JSON would write it."""
     if isinstance(value, str):
         return value
     if value is None:
@@ -59,7 +59,7 @@ def plain_text(name: str, value: Any) -> str:
 
 
 def _as_text(name: str, value: Any) -> str:
-    """What may be done about a value that is no text."""
+    """A remedy for a value that is no text."""
     if isinstance(value, bytes):
         return "decode it first"
     remedy = f"--prompt '{{{name}}}' sends it as JSON writes it"
@@ -108,8 +108,11 @@ def messages(name: str, value: Any, system: str | None) -> list[dict[str, Any]]:
 
 
 def chat_variables(paths: Mapping[str, Any]) -> dict[str, Any]:
-    """What a row gives to its chat template beside the messages, from the values of its chat columns. Each may be
-    JSON text; of one that is not, the fields that are null are left out, since Parquet has every field in every row."""
+    """The variables that a row gives to its chat template beside the messages, from the values of its chat columns.
+
+    Each may be JSON text; of one that is not, the fields that are null are left out, since Parquet has every field in
+    every row.
+    """
     out: dict[str, Any] = {}
     for path, given in paths.items():
         name = path.rpartition(".")[2]

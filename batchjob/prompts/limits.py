@@ -56,7 +56,7 @@ class Timer:
 
 @contextmanager
 def memory_limit(extra: int) -> Iterator[None]:
-    """MemoryError for whoever wants more than `extra` bytes on top of the process's present address space."""
+    """Raises MemoryError in a block that takes more than `extra` bytes on top of the present address space."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     with open("/proc/self/statm", "rb") as file:
         pages = int(file.read().split()[0])

@@ -1,4 +1,4 @@
-"""Which columns make a row's prompt: names given by the user, or the defaults that the input has."""
+"""The columns that make a row's prompt: names given by the user, or the defaults that the input has."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def resolve_prompt(spec: JobSpec, columns: Iterable[str]) -> PromptSource:
 
 
 def _chat_columns(spec: JobSpec, kind: str, name: str, known: list[str]) -> tuple[str, ...]:
-    """What goes to the chat template with the messages. Messages inside an object have it beside themselves."""
+    """The columns that go to the chat template with the messages; messages inside an object have them beside it."""
     is_inside = kind == "messages" and name not in known
     paths = {column: f"{name.rpartition('.')[0]}.{column}" if is_inside else column for column in CHAT_COLUMNS}
     if spec.chat_columns not in ("all", "none"):

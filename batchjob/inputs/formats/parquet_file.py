@@ -133,7 +133,7 @@ def empty_batch(num_rows: int) -> pa.RecordBatch:
 def column_values(batch: pa.RecordBatch, name: str) -> list[Any]:
     """The values of one column as `json_values` gives them; text that is not UTF-8 becomes an `Undecodable`.
 
-    A column of binary data stays that, so that nobody takes its base64 for text.
+    A column of binary data stays that, so that its base64 is not taken for text.
     """
     column = batch.column(name)
     if is_binary(column.type):

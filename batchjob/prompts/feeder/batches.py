@@ -74,19 +74,19 @@ class Source:
         skip_rows: Container[int],
         *,
         alone: Container[int] = (),
-        condemned: Mapping[int, str] | None = None,
+        poisoned: Mapping[int, str] | None = None,
         begin: Callable[[list[Record], float], None] | None = None,
         beat: Callable[[], None] | None = None,
     ) -> Iterator[FedBatch]:
-        """Rows in `alone` are batches of their own. Those in `condemned` come to the error given there.
+        """Rows in `alone` are batches of their own. Those in `poisoned` get the error given there.
 
         `begin` gets the rows of each batch before they are built, and the seconds after which they, or after a `beat`
         the rest of them, take too long.
         """
-        condemned = condemned or {}
+        poisoned = poisoned or {}
         for records in in_batches(self._reader.rows(chunk, self._columns, skip=skip_rows), alone):
-            if records[0].row_index in condemned:
-                error = RowError("tokenizer_crash", f"{records[0].where}: {condemned[records[0].row_index]}")
+            if records[0].row_index in poisoned:
+                error = RowError("tokenizer_crash", f"{records[0].where}: {poisoned[records[0].row_index]}")
                 yield FedBatch(chunk.index, [self._builder.refuse(records[0], error)], False)
                 continue
             if begin is not None:

@@ -1,27 +1,27 @@
-"""`Blame`: which rows may bring the process down that tokenises them, and when to stop starting it again.
+"""`Blame`: the rows that may crash the process that tokenises them, and when to stop starting it again.
 
 When it dies, or hangs, the rows of the batch that it was building are suspects. The next process builds them one by
 one and says each beforehand, so its death has one row to blame; a row at which it comes down alone twice, the second
-time as the first thing that a fresh process builds, is condemned. A kill from outside hits a batch once and no row.
+time as the first thing that a fresh process builds, is poisoned. A kill from outside hits a batch once and no row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-NUM_PROOFS = 2  # times that a row must bring the process down alone
+NUM_PROOFS = 2  # times that a row must crash the process alone
 MAX_FRUITLESS = 5  # deaths in a row without a row built, or one to blame
-MAX_DOUBTFUL = 3  # rows condemned in a row without another row built
-MAX_CONDEMNED = 100  # rows, after which it is not the rows
+MAX_DOUBTFUL = 3  # rows poisoned in a row without another row built
+MAX_POISONED = 100  # rows, after which it is not the rows
 
 
 class Blame:
-    """`alone` are the rows to be built one by one, `condemned` those that become errors, with the reason. `gave_up`
+    """`alone` are the rows to be built one by one, `poisoned` those that become errors, with the reason. `gave_up`
     says why there must be no further process."""
 
     def __init__(self) -> None:
         self.alone: set[int] = set()
-        self.condemned: dict[int, str] = {}
+        self.poisoned: dict[int, str] = {}
         self.gave_up: str | None = None
         self._num_deaths: dict[int, int] = {}  # of rows alone
         self._num_fruitless = 0
@@ -37,7 +37,7 @@ class Blame:
         for row in rows:
             self.alone.discard(row)
             self._num_deaths.pop(row, None)
-            if row not in self.condemned:
+            if row not in self.poisoned:
                 self._num_fruitless = self._num_doubtful = 0
 
     def accuse(self, rows: Collection[int], how: str) -> str:
@@ -55,10 +55,10 @@ class Blame:
         self._num_deaths[row] = self._num_deaths.get(row, 0) + 1
         if self._num_deaths[row] < NUM_PROOFS:
             return f"row {row} was alone in it and is tried once more"
-        self.condemned[row] = f"each time this row was tokenised alone, the process {how}"
+        self.poisoned[row] = f"each time this row was tokenised alone, the process {how}"
         self._num_doubtful += 1
         if self._num_doubtful > MAX_DOUBTFUL:
             self.gave_up = f"at {self._num_doubtful} rows in a row, each alone"
-        elif len(self.condemned) > MAX_CONDEMNED:
-            self.gave_up = f"at {len(self.condemned)} rows: that is more than bad rows"
+        elif len(self.poisoned) > MAX_POISONED:
+            self.gave_up = f"at {len(self.poisoned)} rows: that is more than bad rows"
         return f"row {row} did it alone, twice: it becomes an error row"

@@ -67,7 +67,7 @@ def _carry_out(source: Source, order: Order, send: Callable[[object], None]) -> 
         order.chunk,
         frozenset(array("q", order.skip)),
         alone=frozenset(array("q", order.alone)),
-        condemned=order.condemned,
+        poisoned=order.poisoned,
         begin=begin,
         beat=beat,
     )

@@ -29,7 +29,7 @@ class Order:
     chunk: Chunk
     skip: bytes
     alone: bytes
-    condemned: Mapping[int, str]
+    poisoned: Mapping[int, str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ class _Asked:
             self.chunk,
             (self.skip + self.arrived).tobytes(),
             array("q", [row for row in blame.alone if row in rows]).tobytes(),
-            {row: why for row, why in blame.condemned.items() if row in rows},
+            {row: why for row, why in blame.poisoned.items() if row in rows},
         )
 
 
@@ -122,7 +122,7 @@ class Feeder:
         self._warned: set[str] = set()
         self._has_said_its_last = False
         self._closed = threading.Event()
-        self._sending = threading.Lock()  # held by whoever writes to the child, or puts another in its place
+        self._sending = threading.Lock()  # held while the child is written to or replaced
         try:
             self._child = _Child(self._config)
         except OSError as error:
@@ -181,7 +181,7 @@ class Feeder:
     def _read(self) -> None:
         try:
             self._watch()
-        except Exception as error:  # else nobody would ever say that no more will come
+        except Exception as error:  # else `poll` would never learn that no more will come
             self._queue.put(Failure("FeederError", f"listening to the tokeniser failed: {error!r}"))
 
     def _watch(self) -> None:

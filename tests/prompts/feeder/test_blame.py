@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from batchjob.errors import FeederError
 from batchjob.prompts.feeder import Feeder, FeederConfig, process
-from batchjob.prompts.feeder.blame import MAX_CONDEMNED, MAX_DOUBTFUL, MAX_FRUITLESS, Blame
+from batchjob.prompts.feeder.blame import MAX_DOUBTFUL, MAX_FRUITLESS, MAX_POISONED, Blame
 from batchjob.records import Prompt
 
 ConfigOf = Callable[..., FeederConfig]
@@ -49,7 +49,7 @@ def work_off(num_rows: int, deadly: set[int], batch: int) -> tuple[Blame, int]:
             else:
                 size = next((i for i, row in enumerate(rest[:batch]) if row in blame.alone), batch)
                 rows, rest = rest[:size], rest[size:]
-            if rows[0] not in blame.condemned and deadly.intersection(rows):
+            if rows[0] not in blame.poisoned and deadly.intersection(rows):
                 deaths += 1
                 blame.accuse(rows, "died")
                 break
@@ -66,7 +66,7 @@ def test_three_deaths_find_a_row(num_rows: int, batch: int, seed: Any) -> None:
     deadly = set(seed.sample(range(num_rows), min(num_rows, seed.randrange(MAX_DOUBTFUL + 1))))
     blame, deaths = work_off(num_rows, deadly, batch)
     assert blame.gave_up is None
-    assert set(blame.condemned) == deadly
+    assert set(blame.poisoned) == deadly
     assert deaths <= 3 * len(deadly)
 
 
@@ -79,7 +79,7 @@ def test_a_tokeniser_that_comes_down_at_every_row_is_given_up() -> None:
 def test_so_is_one_that_comes_down_at_every_second_row() -> None:
     blame, _ = work_off(1000, set(range(0, 1000, 2)), 50)
     assert "more than bad rows" in (blame.gave_up or "")
-    assert len(blame.condemned) == MAX_CONDEMNED + 1
+    assert len(blame.poisoned) == MAX_POISONED + 1
 
 
 def test_so_is_one_that_never_gets_as_far_as_a_row() -> None:
