@@ -168,5 +168,5 @@ def _describe_start(runner: Any, engine: Engine, seconds: float) -> dict[str, An
 
 
 def _num_graphs(runner: Any) -> dict[str, Any]:
-    graphs = getattr(getattr(getattr(runner, "_steps", None), "steps", None), "graphs", None)
+    graphs = getattr(getattr(runner, "_steps", None), "graphs", None)
     return {"captured": getattr(graphs, "num_captured", 0), "refused": getattr(graphs, "refused", None)}

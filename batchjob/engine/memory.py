@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -12,6 +13,7 @@ from batchjob.engine.config import EngineConfig
 from batchjob.engine.kv_cache import KVCache
 from batchjob.engine.model.attention_hook import StepContext
 from batchjob.engine.model.load import Forward, LoadedModel
+from batchjob.errors import EngineError
 from batchjob_kernels import AttnMeta, DeviceLens
 
 logger = logging.getLogger(__name__)
@@ -20,22 +22,46 @@ logger = logging.getLogger(__name__)
 _RESERVE_BYTES = 512 << 20
 _RESERVE_SHARE = 0.02  # of the device
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def retry_without_cached_memory(function: Callable[[], T]) -> T:
-    """Once more after memory ran out, with what PyTorch keeps for later given back: fragmentation may be all of it.
+def with_second_try(function: Callable[P, T]) -> Callable[P, T]:
+    """Calls `function` once more after memory ran out, without the memory that PyTorch keeps for later: fragmentation
+    may be all that is wrong.
 
     Not while a CUDA graph is captured: giving memory back would spoil the capture and hide why it failed.
     """
-    try:
-        return function()
-    except torch.OutOfMemoryError:
-        if torch.cuda.is_current_stream_capturing():
-            raise
-    # Outside of the handler: there, the error would still hold the frames of the first try, and all of their tensors.
-    torch.cuda.empty_cache()
-    return function()
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            if torch.cuda.is_current_stream_capturing():
+                raise
+        # Outside of the handler: there, the error would still hold the frames of the first try, and their tensors.
+        torch.cuda.empty_cache()
+        return function(*args, **kwargs)
+
+    return call
+
+
+def with_one_try(function: Callable[P, T]) -> Callable[P, T]:
+    """Raises EngineError where memory ran out: for a process of tensor parallelism, which must not try again by itself.
+
+    The others are further on, and the sums of the second try would be sums with other layers. So it ends the attempt;
+    with less in a step, the next one may do better.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            raise EngineError(f"out of memory in a model that is split over processes: {error}") from error
+
+    return call
 
 
 def bytes_for_cache(

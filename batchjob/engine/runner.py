@@ -1,8 +1,8 @@
 """`TorchRunner`: computes the steps of a plan with a Transformers model, on a CPU or on a GPU.
 
-A step is one packed row of tokens, slices of different sequences end to end, without padding. On a CPU, which has
-nothing to wait for, the host brings all of a step's inputs (`HostSteps`). On a GPU, and wherever the host is to run
-ahead, sequences have their state on the device (`AheadSteps`).
+A step is one packed row of tokens, slices of different sequences end to end, without padding. Sequences have their
+state on the device, and are sampled there; the host sends what is new (`InputBuilder`), and may start steps before it
+knows the tokens of those before.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +19,15 @@ from torch import Tensor, nn
 from batchjob.core.step_plan import StepPlan
 from batchjob.engine.config import Capacity, EngineConfig
 from batchjob.engine.kv_cache import KVCache, bytes_per_block, choose_num_blocks
-from batchjob.engine.memory import bytes_for_cache, largest_step
+from batchjob.engine.memory import bytes_for_cache, largest_step, with_one_try, with_second_try
 from batchjob.engine.model.backends import choose_backend, fused_ops
 from batchjob.engine.model.load import Forward, LoadedModel, load_model
-from batchjob.engine.parallel.group import Group, one_try
-from batchjob.engine.sampling.device_sampler import penalty_bytes
-from batchjob.engine.steps.ahead_steps import AheadSteps, FollowerSteps
-from batchjob.engine.steps.host_steps import HostSteps
-from batchjob.engine.steps.step_inputs import StepInputs
+from batchjob.engine.sampling.device_sampler import DeviceSampler, penalty_bytes
+from batchjob.engine.steps.inputs import InputBuilder, StepInputs
+from batchjob.engine.steps.prefix_groups import GPU_MIN_TOKENS_SAVED, MIN_TOKENS_SAVED, PrefixGroups
+from batchjob.engine.steps.steps import Draw, Steps
 from batchjob.errors import EngineError
+from batchjob_kernels.triton_kernels import available as triton_here
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +63,29 @@ class TokenHandle:
         return self._tokens.tolist()
 
 
+class RankGroup(Protocol):
+    """One process's place among those that a model is split over; see `parallel`."""
+
+    size: int
+
+    def least(self, *numbers: int) -> list[int]:
+        """The smallest of each number among all processes."""
+        ...
+
+    def send(self, inputs: StepInputs) -> None:
+        """Hands the inputs of a step to the other processes."""
+        ...
+
+    def shared(self, draw: Draw) -> Draw:
+        """A draw that gives every process the tokens that the first one draws with `draw`."""
+        ...
+
+
 class TorchRunner:
     """Implements `Runner`. Usable alone: `TorchRunner(path, config)`, `capacity()`, `execute(plan)`, `close()`."""
 
     def __init__(
-        self, source: str | Path | Callable[[], nn.Module], config: EngineConfig, group: Group | None = None
+        self, source: str | Path | Callable[[], nn.Module], config: EngineConfig, group: RankGroup | None = None
     ) -> None:
         """`source` is a directory with a checkpoint, or builds a model: see `load_model`. With a `group` this process
         has one share of the model, and every rank makes a runner at the same time; see `ParallelRunner`.
@@ -87,22 +106,15 @@ class TorchRunner:
             unknown = [token for token in config.unknown_token_ids if token < self._model.vocab_size]
             self._model.unknown_ids = torch.tensor(unknown, dtype=torch.int64, device=self._device)
         if group is not None:
-            forward = one_try(forward)
+            forward = with_one_try(forward)
         self.seconds["model"] = time.perf_counter() - started
         started = time.perf_counter()
         self._capacity, self._cache = self._allocate(config, forward)
         self.seconds["cache"] = time.perf_counter() - started
         started = time.perf_counter()
-        parts = self._model, forward, self._cache, config
-        max_num_seqs = self._capacity.max_num_seqs
-        self._steps: AheadSteps | HostSteps | FollowerSteps
-        if group is not None:
-            kind = FollowerSteps if group.rank else AheadSteps
-            self._steps = kind(*parts, max_num_seqs=max_num_seqs, group=group)
-        elif _runs_ahead(config, self._device, self._model):
-            self._steps = AheadSteps(*parts, max_num_seqs=max_num_seqs)
-        else:
-            self._steps = HostSteps(*parts, max_num_seqs=max_num_seqs)
+        self._builder = self._make_builder(config)
+        self._sampler = self._make_sampler(config)
+        self._steps = self._make_steps(config, forward if group is not None else with_second_try(forward))
         self.seconds["steps"] = time.perf_counter() - started
 
     def _load(
@@ -141,7 +153,7 @@ class TorchRunner:
                     model, forward, num_tokens, max_num_seqs, config, kv_dtype=self._kv_dtype, device=self._device
                 )
 
-            available, tokens = bytes_for_cache(self._device, run if self._group is None else one_try(run), tokens)
+            available, tokens = bytes_for_cache(self._device, run if self._group is None else with_one_try(run), tokens)
             available = max(0, available - penalty_bytes(model.vocab_size, max_num_seqs))
         blocks_of_longest = -(-config.max_model_len // config.block_size)
         num_blocks = choose_num_blocks(
@@ -191,20 +203,57 @@ class TorchRunner:
             parts.append("deterministic")
         return ", ".join(parts)
 
+    def _make_builder(self, config: EngineConfig) -> InputBuilder:
+        groups = None
+        if not config.deterministic:
+            is_gpu = self._device.type == "cuda"
+            groups = PrefixGroups(config.block_size, GPU_MIN_TOKENS_SAVED if is_gpu else MIN_TOKENS_SAVED)
+        return InputBuilder(
+            max_num_seqs=self._capacity.max_num_seqs,
+            max_blocks_per_seq=-(-config.max_model_len // config.block_size),
+            groups=groups,
+            sorts_rows=not self._model.backend.module.USES_DEVICE_LENS,
+        )
+
+    def _make_sampler(self, config: EngineConfig) -> DeviceSampler:
+        return DeviceSampler(
+            self._model.vocab_size,
+            config.eos_token_ids,
+            max_num_seqs=self._capacity.max_num_seqs,
+            device=self._device,
+            use_triton=self._device.type == "cuda" and triton_here.problem(self._device) is None,
+        )
+
+    def _make_steps(self, config: EngineConfig, forward: Forward) -> Steps:
+        return Steps(
+            forward,
+            self._cache,
+            self._model.backend.module,
+            self._sampler.draw if self._group is None else self._group.shared(self._sampler.draw),
+            max_num_seqs=self._capacity.max_num_seqs,
+            max_blocks_per_seq=-(-config.max_model_len // config.block_size),
+            deterministic=config.deterministic,
+            use_graphs=self._device.type == "cuda" and config.cuda_graphs and not config.deterministic,
+        )
+
     def capacity(self) -> Capacity:
         return self._capacity
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> TokenHandle:
         """Starts the plan's steps; on a CPU they are over on return."""
-        assert not isinstance(self._steps, FollowerSteps)
-        return TokenHandle(self._steps.execute(plan))
+        inputs = self._builder.build(plan)
+        for seq in self._builder.new_seqs:
+            self._sampler.admit(seq)
+        self._sampler.upload()
+        if self._group is not None:
+            self._group.send(inputs)
+        return TokenHandle(self._steps.run(inputs))
 
     @torch.inference_mode()
     def follow(self, inputs: StepInputs) -> None:
-        """The same on a rank of a group that is not the first, whose tokens it takes."""
-        assert isinstance(self._steps, FollowerSteps)
-        self._steps.follow(inputs)
+        """Runs a step that the first process of a group has sent, whose tokens it takes."""
+        self._steps.run(inputs)
 
     def close(self) -> None:
         """Drops model and cache. May be called twice."""
@@ -225,12 +274,3 @@ def _prepare_device(config: EngineConfig) -> torch.device:
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(device)  # which does not take a device without a number
     return device
-
-
-def _runs_ahead(config: EngineConfig, device: torch.device, model: LoadedModel) -> bool:
-    return (
-        device.type == "cuda"
-        or bool(config.async_scheduling)
-        or config.decode_steps_per_launch > 1
-        or bool(model.backend.module.USES_DEVICE_LENS)
-    )

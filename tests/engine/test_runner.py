@@ -14,7 +14,7 @@ from families import FAMILIES, build
 from batchjob.core.sequence import Sequence
 from batchjob.core.step_plan import Slice, StepPlan
 from batchjob.engine.config import EngineConfig
-from batchjob.engine.memory import retry_without_cached_memory
+from batchjob.engine.memory import with_second_try
 from batchjob.engine.runner import TorchRunner, _prepare_device
 from batchjob.errors import EngineError
 from batchjob.records import Request
@@ -113,7 +113,7 @@ def test_what_ran_out_of_memory_is_let_go_before_it_is_tried_again(monkeypatch: 
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    assert retry_without_cached_memory(work) == "done"
+    assert with_second_try(work)() == "done"
     assert alive == [False]
 
 

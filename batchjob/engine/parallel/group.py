@@ -10,21 +10,19 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import wraps
+from functools import partial
 from math import gcd
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from batchjob.engine.steps.step_inputs import StepInputs
+from batchjob.engine.steps.inputs import StepInputs
+from batchjob.engine.steps.steps import Draw
 from batchjob.errors import EngineError, UnsupportedModelError
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 # How long a process waits for the others within a step or a load: reading weights and compiling kernels take one longer
 # than another. The end of a process is seen at once by other means; this only ends what nothing else would.
@@ -89,17 +87,24 @@ class Group:
         dist.all_reduce(tensor, dist.ReduceOp.MIN)
         return tensor.tolist()
 
-    def share(self, tokens: Tensor, ended: Tensor | None) -> None:
-        """From rank 0, in the order of the device's work: tokens int64 [n], and which rows they end, bool [n]."""
-        dist.broadcast(tokens[None] if ended is None else torch.stack((tokens, ended.long())), src=0)
+    def shared(self, draw: Draw) -> Draw:
+        """What each rank draws with: rank 0 with `draw`, whose tokens the others take, in the order of the device's
+        work."""
+        return self._take if self.rank else partial(self._share, draw)
 
-    def draw(
-        self, logits: Tensor, rows: Tensor, num_output_tokens: Tensor, *, needs_ended: bool
+    def _share(
+        self, draw: Draw, logits: Tensor, slots: Tensor, num_output_tokens: Tensor, *, needs_ended: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """A `Draw` of the other ranks: what rank 0 shares."""
-        got = torch.empty(2 if needs_ended else 1, len(rows), dtype=torch.int64, device=self.device)
-        dist.broadcast(got, src=0)
-        return got[0], got[1].bool() if needs_ended else None
+        tokens, ended = draw(logits, slots, num_output_tokens, needs_ended=needs_ended)
+        dist.broadcast(tokens[None] if ended is None else torch.stack((tokens, ended.long())), src=0)
+        return tokens, ended
+
+    def _take(
+        self, logits: Tensor, slots: Tensor, num_output_tokens: Tensor, *, needs_ended: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        shared = torch.empty(2 if needs_ended else 1, len(slots), dtype=torch.int64, device=self.device)
+        dist.broadcast(shared, src=0)
+        return shared[0], shared[1].bool() if needs_ended else None
 
     def close(self) -> None:
         if self.device.type == "cuda":
@@ -114,20 +119,6 @@ def abort() -> None:
 
     if dist.is_initialized():
         _abort_process_group()
-
-
-def one_try(function: Callable[P, T]) -> Callable[P, T]:
-    """A rank that ran out of memory must not try again by itself: the others are further on, and the sums of the second
-    try would be sums with other layers. So it ends the attempt; with less in a step, the next one may do better."""
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return function(*args, **kwargs)
-        except torch.OutOfMemoryError as error:
-            raise EngineError(f"out of memory in a model that is split over processes: {error}") from error
-
-    return call
 
 
 def check_plan(path: Path, config: Any, size: int) -> None:

@@ -29,7 +29,7 @@ from batchjob.engine.config import Capacity, EngineConfig
 from batchjob.engine.model.checkpoint import load_config
 from batchjob.engine.parallel.group import Group, abort, check_plan
 from batchjob.engine.runner import TokenHandle, TorchRunner
-from batchjob.engine.steps.step_inputs import StepInputs
+from batchjob.engine.steps.inputs import StepInputs
 from batchjob.errors import BatchJobError, EngineError, UnsupportedModelError
 
 FOLLOWER = (sys.executable, "-m", "batchjob.engine.parallel.follower")

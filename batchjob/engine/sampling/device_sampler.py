@@ -90,6 +90,13 @@ class DeviceSampler:
             tables.count(tokens, slots)
         return tokens
 
+    def draw(
+        self, logits: Tensor, slots: Tensor, num_output_tokens: Tensor, *, needs_ended: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The tokens that `sample` returns for the admitted slots, and with `needs_ended` what `ended` says of them."""
+        tokens = self.sample(logits, self.mode, slots, num_output_tokens)
+        return tokens, self.ended(tokens, slots, num_output_tokens) if needs_ended else None
+
     def _edit(self, logits: Tensor, mode: SampleMode, slots: Tensor, num_output_tokens: Tensor) -> Tensor:
         """A float32 copy of the logits with the edits that the rows ask for."""
         tables = self._tables

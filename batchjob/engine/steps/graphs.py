@@ -11,13 +11,12 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from batchjob.engine.steps.device_steps import DecodeBatch
+from batchjob.engine.steps.decode_batch import DecodeBatch
 
 logger = logging.getLogger(__name__)
 
@@ -68,17 +67,17 @@ class DecodeGraphs:
     def num_captured(self) -> int:
         return len(self._captured)
 
-    def run(self, rows: Tensor) -> Tensor | None:
-        """Logits [len(rows), vocab] of one decode step of these rows; valid until the next call. None: no graph."""
-        size = self.sizes[bisect_left(self.sizes, len(rows))]
+    def run(self, slots: Tensor) -> Tensor | None:
+        """Logits [len(slots), vocab] of one decode step of these slots; valid until the next call. None: no graph."""
+        size = self.sizes[bisect_left(self.sizes, len(slots))]
         captured = self._captured.get(size) or self.capture(size)
         if captured is None:
             return None
         batch = captured.batch
-        batch.rows[: len(rows)].copy_(rows)
-        batch.rows[len(rows) :].fill_(batch.dummy)
+        batch.slots[: len(slots)].copy_(slots)
+        batch.slots[len(slots) :].fill_(batch.dummy)
         captured.replay()
-        return captured.logits[: len(rows)]
+        return captured.logits[: len(slots)]
 
     def capture(self, size: int) -> Captured | None:
         """Captures the graph of a size. None where the model cannot be captured; it is not tried again then."""
@@ -116,7 +115,7 @@ class DecodeGraphs:
     def _record(self, batch: DecodeBatch) -> Captured:
         assert self._logits is not None
         current = torch.cuda.current_stream()
-        out = self._logits[: len(batch.rows)]
+        out = self._logits[: len(batch.slots)]
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):

@@ -153,7 +153,7 @@ def test_a_process_that_is_killed_is_an_error(models: dict[str, Path]) -> None:
 
 def follower_with(change: str) -> tuple[str, ...]:
     """The command of a follower in which something is different."""
-    names = "from batchjob.engine import runner\nfrom batchjob.engine.parallel import follower, group"
+    names = "from batchjob.engine import memory, runner\nfrom batchjob.engine.parallel import follower, group"
     code = f"{names}\n{change}\nfollower.main()"
     return sys.executable, "-c", code
 
@@ -177,7 +177,7 @@ def test_an_error_of_another_process_ends_the_step(models: dict[str, Path], monk
 import torch
 def fail(self, inputs):
     def forward(): raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
-    group.one_try(forward)()
+    memory.with_one_try(forward)()
 runner.TorchRunner.follow = fail"""
     monkeypatch.setattr(parallel, "FOLLOWER", follower_with(change))
     engine = split(models["llama"])

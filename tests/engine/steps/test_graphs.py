@@ -17,10 +17,9 @@ from families import FAMILIES, save
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchjob.engine import Engine, EngineConfig
+from batchjob.engine import Engine, EngineConfig, runner
 from batchjob.engine.runner import TorchRunner
-from batchjob.engine.steps import ahead_steps
-from batchjob.engine.steps.device_steps import DecodeBatch
+from batchjob.engine.steps.decode_batch import DecodeBatch
 from batchjob.engine.steps.graphs import MAX_GRAPHS, Captured, DecodeGraphs, graph_sizes
 from batchjob.records import Request
 from batchjob.sampling import SamplingParams
@@ -77,7 +76,7 @@ def test_padded_batches_give_the_tokens_of_plain_ones(tmp_path: Path, monkeypatc
         logits = self._run_batch(batch).clone()
 
         def replay() -> None:
-            sizes.append((len(batch.rows), int((batch.rows != batch.dummy).sum())))
+            sizes.append((len(batch.slots), int((batch.slots != batch.dummy).sum())))
             logits.copy_(self._run_batch(batch))
 
         return Captured(replay, batch, logits)
@@ -85,8 +84,8 @@ def test_padded_batches_give_the_tokens_of_plain_ones(tmp_path: Path, monkeypatc
     monkeypatch.setattr(DecodeGraphs, "_record", record)
     monkeypatch.setattr(DecodeGraphs, "_warm_up", lambda self, batch: None)
     monkeypatch.setattr(reference, "USES_DEVICE_LENS", True)
-    make = ahead_steps.DeviceSteps
-    monkeypatch.setattr(ahead_steps, "DeviceSteps", lambda *a, **kw: make(*a, **{**kw, "use_graphs": True}))
+    make = runner.Steps
+    monkeypatch.setattr(runner, "Steps", lambda *a, **kw: make(*a, **{**kw, "use_graphs": True}))
     for num_steps in (1, 3):
         sizes.clear()
         actual = run(path, attention_backend="reference", async_scheduling=True, decode_steps_per_launch=num_steps)
@@ -131,12 +130,12 @@ class PlayedCuda:
 
 
 def played_batch(size: int) -> Any:
-    return SimpleNamespace(rows=torch.zeros(size, dtype=torch.int64), dummy=9)
+    return SimpleNamespace(slots=torch.zeros(size, dtype=torch.int64), dummy=9)
 
 
 def test_graphs_share_one_stream_and_one_tensor_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = PlayedCuda(monkeypatch)
-    graphs = DecodeGraphs(played_batch, lambda batch: torch.full((len(batch.rows), 5), float(len(batch.rows))), 8)
+    graphs = DecodeGraphs(played_batch, lambda batch: torch.full((len(batch.slots), 5), float(len(batch.slots))), 8)
     for count, size in ((3, 4), (8, 8), (1, 1), (2, 2)):
         logits = graphs.run(torch.arange(count))
         assert logits is not None
@@ -153,7 +152,7 @@ def test_after_a_capture_that_failed_work_goes_on_where_it_was(monkeypatch: pyte
     def run(batch: Any) -> torch.Tensor:
         if cuda.captured_on:
             raise RuntimeError("operation not permitted when stream is capturing")
-        return torch.zeros(len(batch.rows), 5)
+        return torch.zeros(len(batch.slots), 5)
 
     graphs = DecodeGraphs(played_batch, run, 8)
     assert graphs.run(torch.arange(3)) is None

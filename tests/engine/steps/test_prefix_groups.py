@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from batchjob.core.sequence import Sequence
 from batchjob.core.step_plan import Slice, StepPlan
 from batchjob.engine.steps import prefix_groups as layout
-from batchjob.engine.steps.prefix_groups import SharedPrefixes
+from batchjob.engine.steps.prefix_groups import PrefixGroups
 from batchjob.records import Request
 from batchjob.sampling import SamplingParams
 from batchjob_kernels import Context
@@ -32,7 +32,7 @@ def _low_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def arrange(slices: list[Slice]) -> tuple[list[int], list[Context]]:
-    return SharedPrefixes(SIZE).arrange(StepPlan([], slices))
+    return PrefixGroups(SIZE).arrange(StepPlan([], slices))
 
 
 def test_rows_without_common_blocks_are_sorted_by_length_with_prompt_parts_last() -> None:
@@ -68,7 +68,7 @@ def test_what_saves_little_is_not_worth_a_context(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_decode_step_of_the_same_rows_is_not_worked_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    prefixes = SharedPrefixes(SIZE)
+    prefixes = PrefixGroups(SIZE)
     slices = [slice_of([1, 2, 3], 14), slice_of([1, 2, 3], 12), slice_of([1, 2, 3], 13)]
     first = prefixes.arrange(StepPlan(slices))
     monkeypatch.setattr(prefixes, "_arrange", lambda plan: pytest.fail("worked out again"))

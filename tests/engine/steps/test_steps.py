@@ -11,8 +11,9 @@ import torch
 from families import FAMILIES, save
 
 from batchjob.engine import Engine, EngineConfig
+from batchjob.engine.kv_cache import KVCache, LayerShape
 from batchjob.engine.runner import TorchRunner
-from batchjob.engine.steps.device_state import DeviceState
+from batchjob.engine.steps.state import DeviceState
 from batchjob.records import Completion, Request
 from batchjob.sampling import SamplingParams
 
@@ -130,10 +131,10 @@ def test_other_families(family: str, tmp_path: Path) -> None:
 def test_shared_prefixes_are_read_once(
     model_path: Path, expected: dict[int, Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from batchjob.engine.steps import ahead_steps
-    from batchjob.engine.steps.step_inputs import InputBuilder
+    from batchjob.engine import runner
+    from batchjob.engine.steps.inputs import InputBuilder
 
-    monkeypatch.setattr(ahead_steps, "MIN_TOKENS_SAVED", 2 * BLOCK_SIZE)
+    monkeypatch.setattr(runner, "MIN_TOKENS_SAVED", 2 * BLOCK_SIZE)
     seen = []
     original = InputBuilder.build
 
@@ -150,8 +151,6 @@ def test_shared_prefixes_are_read_once(
 def test_a_decode_step_of_the_same_rows_sends_their_new_blocks_only(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from batchjob.engine.steps.device_state import DeviceState
-
     sent = []
     original = DeviceState.receive
 
@@ -167,7 +166,7 @@ def test_a_decode_step_of_the_same_rows_sends_their_new_blocks_only(
     while engine.has_unfinished():
         engine.step()
     decodes = [size for is_decode, size in sent if is_decode]
-    assert decodes == [3 + 6, 0, 0, 0, 6, 0, 0, 0, 6, 0, 0, 0]
+    assert decodes == [2 * 3 + 6, 0, 0, 0, 6, 0, 0, 0, 6, 0, 0, 0]
 
 
 @pytest.mark.parametrize("way", [{}, *WAYS], ids=lambda way: ",".join(way))
@@ -192,14 +191,16 @@ def test_a_row_without_finite_logits_fails_alone(way: dict[str, Any], model_path
     assert all(completion.error is None and len(completion.token_ids) == 9 for completion in done.values())
 
 
-def test_the_row_of_nobody_stays_as_it_is_however_often_it_is_used() -> None:
-    state = DeviceState(max_num_seqs=2, max_blocks_per_seq=2, block_size=4, null_block=9, device=torch.device("cpu"))
-    rows = torch.tensor([state.dummy, 1, state.dummy])
+def test_the_dummy_slot_stays_as_it_is_however_often_it_is_used() -> None:
+    cpu = torch.device("cpu")
+    cache = KVCache([LayerShape(1, 8)], num_blocks=9, block_size=4, dtype=torch.float32, device=cpu)
+    state = DeviceState(cache, max_num_seqs=2, max_blocks_per_seq=2)
+    slots = torch.tensor([state.dummy, 1, state.dummy])
     for _ in range(5):
-        kv_lens = state.kv_lens[rows]
+        kv_lens = state.kv_lens[slots]
         assert kv_lens[0] == kv_lens[2] == 1
-        state.advance(rows, torch.tensor([5, 6, -1]), kv_lens)
-        assert state.slot_mapping(rows, kv_lens.long() - 1)[[0, 2]].tolist() == [9 * 4, 9 * 4]
+        state.advance(slots, torch.tensor([5, 6, -1]), kv_lens)
+        assert state.slot_mapping(slots, kv_lens.long() - 1)[[0, 2]].tolist() == [9 * 4, 9 * 4]
     assert state.kv_lens.tolist() == [1, 6, 1]
     assert state.last_tokens[1] == 6
     assert state.last_tokens[state.dummy] >= 0
