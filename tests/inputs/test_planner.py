@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from batchjob.errors import InputDataError
 from batchjob.inputs import planner, row_index
-from batchjob.inputs.planner import PlanResult, chunk_size, make_plan
+from batchjob.inputs.planner import PlanResult, chunk_size, make_plan, shared_streams
 from batchjob.inputs.reader import InputReader
 from batchjob.plan import JobPlan
 from batchjob.records import Record
@@ -246,3 +246,12 @@ def test_limit_takes_the_first_rows_and_only_the_files_they_need(tmp_path: Path,
     plan = plan_of(tmp_path, limit=15).plan
     assert [file.num_rows for file in plan.files] == [10, 5]
     assert plan.num_rows == 15
+
+
+def test_only_compressed_files_of_several_shards_are_warned_of(tmp_path: Path) -> None:
+    rows = b"".join(b'{"prompt": "row %d"}\n' % number for number in range(400))
+    for number in range(4):
+        (tmp_path / f"{number}.jsonl.gz").write_bytes(gzip.compress(rows))
+    spec = JobSpec(engine="fake", input=(str(tmp_path / "*.jsonl.gz"),), chunk_rows=400)
+    assert shared_streams(make_plan(spec).plan, 4) == []
+    assert "(and 3 more files like it)" in shared_streams(make_plan(spec.replace(chunk_rows=200)).plan, 4)[0]

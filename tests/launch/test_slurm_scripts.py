@@ -16,9 +16,8 @@ from click.testing import CliRunner
 
 from batchjob.cli import main
 from batchjob.errors import UsageError
-from batchjob.inputs.planner import shared_streams
 from batchjob.launch.slurm_scripts import Scripts, check_options, flag_arguments
-from batchjob.spec import JobSpec, load_toml, spec_fields
+from batchjob.spec import load_toml, spec_fields
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 Write = Callable[[Path, Iterable[Any]], Path]
@@ -262,16 +261,3 @@ def test_many_shards_of_one_compressed_file_are_warned_of(
     flags = ("--engine", "fake", "--output", tmp_path / "out", "--num-shards", str(num_shards))
     printed = run_cli("run", "--input", packed, *flags).stderr
     assert (f"each of the {num_shards} shards that read it decompresses it" in printed) == is_warned
-
-
-def test_files_that_each_belong_to_one_shard_are_not_warned_of(tmp_path: Path, source: Path) -> None:
-    import gzip
-
-    from batchjob.inputs.planner import make_plan
-
-    for number in range(4):
-        (tmp_path / f"{number}.jsonl.gz").write_bytes(gzip.compress(source.read_bytes()))
-    spec = JobSpec(engine="fake", input=(str(tmp_path / "*.jsonl.gz"),), chunk_rows=400)
-    plan = make_plan(spec, num_workers_hint=4).plan
-    assert shared_streams(plan, 4) == []
-    assert "(and 3 more files like it)" in shared_streams(make_plan(spec.replace(chunk_rows=200)).plan, 4)[0]
