@@ -147,7 +147,7 @@ def run(job_file: str | None, no_supervisor: bool, **flags: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def validate(job_file: str | None, as_json: bool, **flags: Any) -> None:
     """Check a job without running it: bad rows, too-long rows, duplicate ids, token lengths, shared prefixes."""
-    from batchjob.job.run import validate as validate_job
+    from batchjob.job.validate import validate as validate_job
 
     report = validate_job(_spec(job_file, flags))
     click.echo(json.dumps(report.to_dict(), indent=2, default=str) if as_json else console.safe(report.render()))

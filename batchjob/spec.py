@@ -356,7 +356,13 @@ class JobSpec:
                 raise UsageError(f"{flag(f.name)} must be one of {', '.join(choices)}, not {getattr(self, f.name)!r}")
         if self.output is not None:
             refuse_url(self.output, "--output")
+        parse_memory(self.kv_cache_memory)
         SamplingParams(**self.given_sampling())
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """`kv_cache_memory` in bytes."""
+        return parse_memory(self.kv_cache_memory)
 
     def given_sampling(self) -> dict[str, Any]:
         """The job-wide sampling settings that the user gave, checked."""
@@ -376,6 +382,8 @@ def flag(name: str) -> str:
     return ("--no-" if name in NEGATED else "--") + name.replace("_", "-")
 
 
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]i?)?b?\s*")
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # a Path has one slash left of two
 
@@ -392,6 +400,19 @@ def refuse_url(path: str | Path, name: str) -> None:
         scheme = str(path).partition(":")[0]
         remedy = "leave the scheme out" if scheme == "file" else "use a local path and copy what is in it"
         raise UsageError(f"{name} {path}: only local paths are written and read here; {remedy}")
+
+
+def parse_memory(text: str | None, *, name: str = "--kv-cache-memory") -> int | None:
+    """Bytes from "2GiB", "500MB", "1e9". Raises UsageError."""
+    if text is None:
+        return None
+    match = _SIZE.fullmatch(text.lower())
+    if match is None:
+        raise UsageError(f"{name} must be a size such as 2GiB or 500MB, not {text!r}")
+    size = int(float(match[1]) * _UNITS[match[2] or ""])
+    if size < 1:
+        raise UsageError(f"{name} must be above 0")
+    return size
 
 
 def load_toml(path: str | Path) -> dict[str, Any]:

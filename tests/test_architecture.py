@@ -80,13 +80,14 @@ JOB_ARROWS: dict[str, set[str]] = {
     "time_limit": set(),
     "stop": {"time_limit"},
     "observer": {"stop"},
-    "loop": {"chunk_source", "observer", "row_writer", "stop", "time_limit"},
-    "validate": {"first_rows", "settings", "stop"},
-    "run": {
-        "chunk_source", "devices", "disk_space", "extend", "first_rows", "loop", "observer", "settings", "stop",
-        "validate",
-    },
-}  # fmt: skip
+    "open": {"extend", "first_rows", "settings"},
+    "header": {"open", "settings"},
+    "isolation": {"chunk_source", "observer"},
+    "intake": {"chunk_source", "isolation", "row_writer"},
+    "loop": {"chunk_source", "intake", "row_writer", "time_limit"},
+    "validate": {"first_rows", "open", "settings", "stop"},
+    "run": {"chunk_source", "devices", "disk_space", "header", "loop", "observer", "open", "stop"},
+}
 INNER = {"engine": ENGINE_ARROWS, "job": JOB_ARROWS}
 
 # Third-party package -> who may import it. Files are given as paths under batchjob/ without the ending.

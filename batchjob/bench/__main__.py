@@ -10,7 +10,7 @@ from batchjob.bench.limits import measure_limits
 from batchjob.bench.workload import read_workload, run_workload
 from batchjob.engine import EngineConfig
 from batchjob.engine.openmp import prepare_openmp
-from batchjob.job.settings import parse_memory
+from batchjob.spec import parse_memory
 
 DEFAULT_WORKLOAD = Path(__file__).parents[2] / "data" / "workload_mix48.jsonl"
 

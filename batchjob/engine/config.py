@@ -1,12 +1,14 @@
-"""What the engine is told (`EngineConfig`), what a runner found out (`Capacity`), and the seams between the two.
+"""The settings of an engine (`EngineConfig`), the limits that a runner found (`Capacity`), and the seams between them.
 
 Everything here is plain data and protocols; it imports no torch, so that a job with the fake runner never does.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Protocol
+
+from batchjob.spec import JobSpec
 
 if TYPE_CHECKING:
     from batchjob.core.step_plan import StepPlan
@@ -26,7 +28,7 @@ class EngineConfig:
     device: str = "cpu"  # "cpu" | "cuda" | "cuda:N"
     eos_token_ids: tuple[int, ...] = ()  # end tokens of generation_config, config and tokenizer together
     unknown_token_ids: tuple[int, ...] = ()  # ids that the model has and its tokenizer has not: never drawn
-    num_threads: int | None = None  # of the CPU; None leaves torch's choice
+    num_threads: int | None = None  # CPU threads of the engine; None leaves torch's choice, one per core
     halvings: int = 0  # how often the limits, given or found, are halved: memory ran out with them before
     attention_backend: str = "auto"  # "auto" | a name of batchjob_kernels.attention.select.BACKENDS
     kv_cache_dtype: str = "auto"  # "auto" (that of the model) | "fp8"
@@ -37,6 +39,19 @@ class EngineConfig:
     decode_steps_per_launch: int = 1  # decode steps that the host starts at once
     deterministic: bool = False  # results that do not depend, in any bit, on what else is in a step
     tensor_parallel: int = 1  # processes that hold a share of the model each
+
+    @classmethod
+    def of(cls, spec: JobSpec, settings: object, **found: Any) -> EngineConfig:
+        """Returns the config of a job's engine: each field comes from `found`, from the resolved `settings`, or from
+        `spec`, the first of them that has a value of its name, else it has its default."""
+        values = {
+            field.name: getattr(source, field.name)
+            for source in (spec, settings)
+            for field in fields(cls)
+            if hasattr(source, field.name)
+        }
+        values["async_scheduling"] = {"auto": None, "on": True, "off": False}[spec.async_scheduling]
+        return cls(**{**values, **found})
 
     def halved(self, number: int, *, floor: int = 1) -> int:
         """A limit after the halvings, but not below `floor` if it was above."""

@@ -1,13 +1,11 @@
-"""What can be told before a model is loaded: whether job.json makes sense, whether the disk is too small."""
+"""A guess before a model is loaded: whether the disk will hold the output."""
 
 from __future__ import annotations
 
 import os
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchjob.errors import StorageError
 from batchjob.store.columns import OutputColumns
 
 if TYPE_CHECKING:
@@ -16,7 +14,6 @@ if TYPE_CHECKING:
     from batchjob.job.settings import Settings
     from batchjob.plan import Chunk, JobPlan
     from batchjob.spec import JobSpec
-    from batchjob.store.manifest import Manifest
 
 _ROW_BYTES = 60  # of the columns that every output row has, compressed
 _USUAL_TOKENS = 200  # of an output whose length nobody has limited to less
@@ -61,28 +58,3 @@ def space_warning(output: Path, needed: int, num_files: int) -> str | None:
 
 def _size(size: int) -> str:
     return f"{size / 2**20:,.0f} MiB" if size >= 2**20 else f"{size / 2**10:,.0f} KiB"
-
-
-def refuse_damaged_settings(manifest: Manifest, source: Path) -> None:
-    """What a resume takes over from job.json is checked like any input. Raises StorageError."""
-    resolved, chunk_rows = manifest.resolved, manifest.fingerprint.get("chunk_rows")
-    model, columns = resolved.get("model"), resolved.get("columns")
-    names = [resolved.get("revision"), model.get("name") if isinstance(model, dict) else model]
-    if (
-        not isinstance(columns, list)
-        or not all(isinstance(name, str) for name in columns)
-        or not all(name is None or isinstance(name, str) for name in names)
-        or resolved.get("dtype") not in ("float32", "bfloat16", "float16")
-        or type(chunk_rows) is not int
-        or not _is_time(resolved.get("clock"))
-    ):
-        raise StorageError(f"{source} is damaged: its settings are none that batchjob writes. Restore it from a copy.")
-
-
-def _is_time(clock: object) -> bool:
-    if clock is None:
-        return True
-    try:
-        return isinstance(clock, str) and datetime.fromisoformat(clock) is not None
-    except ValueError:
-        return False

@@ -24,7 +24,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # seconds between two tries
 _ROW_BYTES = 400  # about what a completion takes besides its text
 
 
-class Backlog:
+class RowWriter:
     """`add` and `flush` never raise DiskFullError: they note it, and `full` is true until a `retry` has written all.
 
     `commit` publishes a complete chunk. `echo` tells a person. Raises every other StorageError at once.

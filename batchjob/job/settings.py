@@ -8,9 +8,8 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,19 +17,16 @@ from typing import TYPE_CHECKING, Any
 from batchjob import __version__
 from batchjob.errors import UsageError
 from batchjob.job.devices import only_device
-from batchjob.prompts.source import PromptSource, resolve_prompt
 from batchjob.sampling import SamplingParams
 from batchjob.spec import JobSpec
 from batchjob.store.columns import OutputColumns
 
 if TYPE_CHECKING:
     from batchjob.models import ModelInfo
-    from batchjob.prompts import PromptConfig
 
 FAKE_MAX_MODEL_LEN = 8192
 FAKE_EOS_TOKEN_IDS = (2,)
 FAKE_VOCAB_SIZE = 65_536
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,64 +195,3 @@ def _gpu_names() -> str:
         found = re.search(r"^Model:\s*(.+)$", path.read_text(), re.MULTILINE)
         names.add(found[1].strip() if found else "unknown")
     return ", ".join(sorted(names)) or "cuda"
-
-
-def prompt_source(spec: JobSpec, settings: Settings, columns: Iterable[str]) -> PromptSource:
-    """Where prompts come from. What can never work is refused here, before a model is loaded."""
-    source = resolve_prompt(spec, columns)
-    wants_template = spec.chat or spec.system is not None or source.kind == "messages"
-    if wants_template and not settings.has_chat_template:
-        assert settings.model is not None
-        raise UsageError(
-            f"{settings.model.name} has no chat template: use an instruction-tuned model, or send text with --prompt "
-            "and without --chat, --system and --messages"
-        )
-    return source
-
-
-def prompt_config(spec: JobSpec, settings: Settings, source: PromptSource, clock: str | None) -> PromptConfig:
-    """All that prompts depend on. `clock` is the job's, see `now`."""
-    from batchjob.prompts import PromptConfig
-
-    return PromptConfig(
-        source=source,
-        sampling=settings.sampling,
-        max_model_len=settings.max_model_len,
-        vocab_size=settings.vocab_size,
-        chat=spec.chat,
-        system=spec.system,
-        length_policy=spec.length_policy,
-        special_tokens=settings.special_tokens() if source.params else {},
-        clock=clock,
-    )
-
-
-def now() -> str:
-    """The local time, to be kept: what a chat template that writes the date takes for now in every process of a job."""
-    return datetime.now().isoformat(timespec="seconds")
-
-
-def describe_sampling(sampling: SamplingParams) -> str:
-    """The settings in force, for the header: those that differ from neutral, and always temperature and max_tokens."""
-    neutral = asdict(SamplingParams())
-    shown = {
-        name: value
-        for name, value in asdict(sampling).items()
-        if value != neutral[name] and name not in ("temperature", "max_tokens")
-    }
-    limit = "what the context leaves" if sampling.max_tokens is None else sampling.max_tokens
-    first = "greedy" if sampling.greedy else f"temperature {sampling.temperature:g}"
-    return ", ".join([first, f"max_tokens {limit}", *(f"{name} {value}" for name, value in shown.items())])
-
-
-def parse_memory(text: str | None, *, name: str = "--kv-cache-memory") -> int | None:
-    """Bytes from "2GiB", "500MB", "1e9". Raises UsageError."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
-    if match is None:
-        raise UsageError(f"{name} must be a size such as 2GiB or 500MB, not {text!r}")
-    size = int(float(match[1]) * _UNITS[match[2] or ""])
-    if size < 1:
-        raise UsageError(f"{name} must be above 0")
-    return size

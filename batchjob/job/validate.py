@@ -13,12 +13,13 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from batchjob.errors import InputDataError
+from batchjob.errors import InputDataError, UsageError
 from batchjob.inputs.duplicates import MAX_EXAMPLES, DuplicateFinder
 from batchjob.inputs.planner import PlanResult, make_plan
 from batchjob.inputs.reader import InputReader
 from batchjob.job.first_rows import check_first_rows
-from batchjob.job.settings import now, parse_memory, prompt_config, prompt_source
+from batchjob.job.open import now, prompt_config, prompt_source
+from batchjob.job.settings import Settings, resolve_settings
 from batchjob.job.stop import time_limit
 from batchjob.prompts import PromptBuilder
 from batchjob.prompts.feeder import Feeder, FeederConfig, PromptFeeder
@@ -31,7 +32,6 @@ from batchjob.store.columns import OutputColumns
 from batchjob.store.schema import output_schema
 
 if TYPE_CHECKING:
-    from batchjob.job.settings import Settings
     from batchjob.plan import Chunk
 
 _SHOWN_CHARS = 2000  # of the first prompt
@@ -110,11 +110,23 @@ class Report:
         return "\n".join(printable(line, limit=8000) for line in lines)
 
 
+def validate(spec: JobSpec) -> Report:
+    """Checks a job without a device: rows, prompts, lengths, ids. Raises a BatchJobError where nothing could run."""
+    from batchjob.models import check_loadable
+
+    if not spec.input:
+        raise UsageError("give --input: a JSONL or Parquet file, a directory or a glob")
+    anywhere = spec if spec.devices == "auto" else spec.replace(device="cpu", devices="auto")
+    settings = resolve_settings(anywhere)
+    if settings.model is not None:
+        check_loadable(settings.model)
+    return validate_job(spec, settings)
+
+
 def validate_job(spec: JobSpec, settings: Settings) -> Report:
     """Plans the job's input and checks every row of it. Raises what a run would raise before its first row."""
     result = make_plan(spec, num_workers_hint=spec.num_shards)
     output_schema(result.plan, OutputColumns.asked(spec))  # refuses names and types
-    parse_memory(spec.kv_cache_memory)
     time_limit(spec, None, lambda line: None)
     if not result.plan.num_rows:
         files = [file.path for file in result.plan.files]

@@ -54,7 +54,7 @@ def write_job(
     The output directory is made and planned here, so that no task has to, and a job that cannot run fails now.
     Returns the scripts. Raises a BatchJobError.
     """
-    from batchjob.job.run import open_job
+    from batchjob.job.open import open_job
     from batchjob.models import check_loadable
 
     if not spec.output or not spec.input:

@@ -63,7 +63,7 @@ class Sharers:
             chunk_rows=40,
             num_shards=num_shards,
         )
-        from batchjob.job.run import open_job
+        from batchjob.job.open import open_job
 
         open_job(spec, lambda line: None).store.close()
         self.counts: list[ProgressCounts] = []

@@ -11,7 +11,7 @@ import pytest
 
 import batchjob
 from batchjob.errors import BatchJobError
-from batchjob.job.run import validate
+from batchjob.job.validate import validate
 from batchjob.prompts import PromptBuilder, PromptConfig
 from batchjob.store.manifest import Manifest
 
@@ -122,7 +122,7 @@ def test_the_clock_is_frozen_in_the_job(tmp_path: Path, write_jsonl: Write, monk
             super().__init__(config, tokenizer)
 
     monkeypatch.setattr("batchjob.prompts.PromptBuilder", Watched)
-    monkeypatch.setattr("batchjob.job.run.now", lambda: "2001-02-03T04:05:06")
+    monkeypatch.setattr("batchjob.job.open.now", lambda: "2001-02-03T04:05:06")
     source = write_jsonl(tmp_path / "in.jsonl", [{"messages": TURN}])
     lines_of(source)
     path = tmp_path / "out" / ".batchjob" / "job.json"

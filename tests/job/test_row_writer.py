@@ -8,7 +8,7 @@ import pytest
 
 from batchjob.errors import DiskFullError, StorageError
 from batchjob.job import row_writer as module
-from batchjob.job.row_writer import Backlog
+from batchjob.job.row_writer import RowWriter
 from batchjob.records import Completion
 
 
@@ -62,14 +62,14 @@ class Bench:
         self.store = Store()
         self.said: list[str] = []
         self.committed: list[Chunk] = []
-        self.backlog = Backlog(self.store, self._commit, timeout=60, echo=self.said.append, **options)  # type: ignore[arg-type]
+        self.writer = RowWriter(self.store, self._commit, timeout=60, echo=self.said.append, **options)  # type: ignore[arg-type]
 
     def _commit(self, chunk: Any) -> None:
         self.store.use()
         self.committed.append(chunk)
 
     def add(self, chunk: Chunk, row: int, text: str = "x") -> None:
-        self.backlog.add(chunk, Completion(row, 0, 1, [1], text, "stop"))  # type: ignore[arg-type]
+        self.writer.add(chunk, Completion(row, 0, 1, [1], text, "stop"))  # type: ignore[arg-type]
 
 
 def test_rows_wait_in_order_and_are_written_once_there_is_room(clock: Clock) -> None:
@@ -79,15 +79,15 @@ def test_rows_wait_in_order_and_are_written_once_there_is_room(clock: Clock) -> 
     bench.store.full = True
     for row in (1, 2, 3):
         bench.add(chunk, row)
-    assert bench.backlog.full
+    assert bench.writer.full
     assert (chunk.rows, bench.committed) == ([0], [])
     clock.now += 30
-    bench.backlog.retry()
-    assert bench.backlog.full
+    bench.writer.retry()
+    assert bench.writer.full
     bench.store.full = False
     clock.now += 30
-    bench.backlog.retry()
-    assert not bench.backlog.full
+    bench.writer.retry()
+    assert not bench.writer.full
     assert (chunk.rows, bench.committed) == ([0, 1, 2, 3], [chunk])
     assert [line.split(":")[0] for line in bench.said] == ["warning", "the disk has room again"]
 
@@ -106,18 +106,18 @@ def test_a_commit_that_found_no_room_is_made_later_and_its_row_not_written_again
     assert (chunk.rows, bench.committed) == ([0], [])
     bench.store.full = False
     clock.now += 1
-    bench.backlog.retry()
+    bench.writer.retry()
     assert (chunk.rows, bench.committed) == ([0], [chunk])
 
 
 def test_a_flush_that_found_no_room_is_made_later(clock: Clock) -> None:
     bench = Bench()
     bench.store.full = True
-    bench.backlog.flush()
-    assert bench.backlog.full
+    bench.writer.flush()
+    assert bench.writer.full
     bench.store.full = False
     clock.now += 1
-    bench.backlog.retry()
+    bench.writer.retry()
     assert bench.store.flushes == 1
 
 
@@ -137,14 +137,14 @@ def test_the_time_to_wait_is_bounded_and_tries_grow_rare(clock: Clock) -> None:
     def wait() -> None:
         for _ in range(1000):
             clock.now += 0.1
-            bench.backlog.retry()
+            bench.writer.retry()
 
     with pytest.raises(DiskFullError):
         wait()
     assert 160 <= clock.now < 161
     assert 5 <= tries <= 15
     with pytest.raises(DiskFullError):
-        bench.backlog.close()
+        bench.writer.close()
 
 
 def test_memory_is_bounded(clock: Clock) -> None:
@@ -152,14 +152,14 @@ def test_memory_is_bounded(clock: Clock) -> None:
     chunk = Chunk(bench.store, 99)
     bench.store.full = True
     row = 0
-    while bench.backlog.has_memory:
+    while bench.writer.has_memory:
         bench.add(chunk, row, "y" * 500)
         row += 1
     assert 5 < row < 25
     bench.store.full = False
     clock.now += 1
-    bench.backlog.retry()
-    assert bench.backlog.has_memory
+    bench.writer.retry()
+    assert bench.writer.has_memory
     assert chunk.rows == list(range(row))
 
 
@@ -175,5 +175,5 @@ def test_rows_of_a_disowned_chunk_are_dropped() -> None:
     chunk = Chunk(bench.store, 1)
     chunk.closed = True
     bench.add(chunk, 0)
-    bench.backlog.close()
+    bench.writer.close()
     assert (chunk.rows, bench.committed) == ([], [])
