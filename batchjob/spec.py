@@ -149,6 +149,11 @@ class JobSpec:
         "Most tokens computed in one step; longer prompts are computed in parts. [default: from the device]",
         section="engine",
     )
+    num_threads: int | None = _f(
+        None,
+        "CPU threads of each worker's engine. [default: one per core, shared among the workers of one CPU]",
+        section="engine",
+    )
     block_size: int = _f(16, "Tokens per KV block.", section="engine")
     kv_cache_memory: str | None = _f(
         None, "Memory for the KV cache, such as 2GiB. [default: from free memory]", section="engine"
@@ -299,6 +304,10 @@ class JobSpec:
             (
                 self.device == "auto" or self.devices == "auto",
                 "--device and --devices exclude each other: --device is for exactly one",
+            ),
+            (
+                self.num_threads is None or 1 <= self.num_threads <= 1024,
+                f"--num-threads must be from 1 to 1024, not {self.num_threads}",
             ),
             (self.block_size >= 1, f"--block-size must be at least 1, not {self.block_size}"),
             (self.limit is None or self.limit >= 0, f"--limit must be at least 0, not {self.limit}"),

@@ -92,6 +92,7 @@ class TorchRunner:
 
         Raises UnsupportedModelError or EngineError; their messages say what to change.
         """
+        self._num_threads = None if config.num_threads is None else torch.get_num_threads()
         self._device = _prepare_device(config)
         self._group = group
         self.seconds: dict[str, float] = {}  # that each part of the start took
@@ -256,7 +257,9 @@ class TorchRunner:
         self._steps.run(inputs)
 
     def close(self) -> None:
-        """Drops model and cache. May be called twice."""
+        """Drops model and cache, and gives the process its number of threads back. May be called twice."""
+        if (num_threads := self.__dict__.get("_num_threads")) is not None:
+            torch.set_num_threads(num_threads)
         self.__dict__.clear()
 
 

@@ -169,7 +169,7 @@ def _bits(spec: JobSpec, settings: Settings) -> dict[str, Any]:
     is_cpu = settings.device == "cpu"
     return {
         "attention_backend": spec.attention_backend,
-        "device": _cpus() if is_cpu else _gpu_names(),
+        "device": _cpus(spec.num_threads) if is_cpu else _gpu_names(),
         "batchjob": __version__,
         **{package: _version(package) for package in ("torch", "transformers", "triton")},
     }
@@ -182,9 +182,9 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _cpus() -> str:
-    """Several workers on one CPU are told their share of the threads in OMP_NUM_THREADS."""
-    threads = os.environ.get("OMP_NUM_THREADS")
+def _cpus(num_threads: int | None) -> str:
+    """--num-threads, or OMP_NUM_THREADS, in which each of several workers on one CPU gets its share."""
+    threads = num_threads or os.environ.get("OMP_NUM_THREADS")
     return f"{platform.machine()}, {len(os.sched_getaffinity(0))} CPUs" + (f", {threads} threads" if threads else "")
 
 

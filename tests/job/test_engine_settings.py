@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,29 @@ def test_a_deterministic_job_pins_threads_and_versions(
             run(tiny_llama, prompts, tmp_path / "out", deterministic=True, max_tokens=1)
 
 
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_worker_uses_as_many_threads_as_it_is_given(
+    num_threads: int, tiny_llama: Path, prompts: Path, tmp_path: Path, run_cli: Any
+) -> None:
+    """The header says what PyTorch in the worker says."""
+    flags = ("--model", tiny_llama, "--input", prompts, "--device", "cpu", "--max-tokens", "1", "--limit", "1", "--raw")
+    done = run_cli("run", *flags, "--output", tmp_path / "out", "--num-threads", str(num_threads))
+    assert f", {num_threads} threads" in done.stderr
+    [record] = (json.loads(path.read_text()) for path in (tmp_path / "out/.batchjob/attempts").glob("*.json"))
+    assert record["num_threads"] == num_threads
+
+
+def test_threads_are_given_back_and_pinned_where_they_may_decide_a_bit(
+    tiny_llama: Path, prompts: Path, tmp_path: Path
+) -> None:
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    run(tiny_llama, prompts, tmp_path / "out", deterministic=True, max_tokens=1, num_threads=before + 1)
+    assert torch.get_num_threads() == before
+    with pytest.raises(ConfigMismatchError, match=rf'{before + 1} threads" → .* {before + 2} threads"'):
+        run(tiny_llama, prompts, tmp_path / "out", deterministic=True, max_tokens=1, num_threads=before + 2)
+
+
 def test_a_backend_that_cannot_be_used_says_why_and_what_to_change(
     tiny_llama: Path, prompts: Path, tmp_path: Path
 ) -> None:
@@ -107,6 +131,7 @@ def test_fp8_keys_and_values_run_on_a_cpu_too(tiny_llama: Path, prompts: Path, t
     ("settings", "message"),
     [
         ({"decode_steps_per_launch": 0}, "from 1 to 64, not 0"),
+        ({"num_threads": 0}, "from 1 to 1024, not 0"),
         ({"tensor_parallel": 0}, "at least 1, not 0"),
         ({"deterministic": True, "tensor_parallel": 2}, "exclude each other"),
         ({"engine": "fake", "tensor_parallel": 2}, "--engine fake has none"),
