@@ -1,6 +1,6 @@
 """`JobSpec`: everything a user can ask of a run. The command line, the TOML file and `batchjob.run` all fill this.
 
-Each field's `help` is the only text about it: `--help` and the docs are made from it. `pinned` fields change the
+Each field's `help` is the only text about it: `--help` and the docs are generated from it. `pinned` fields change the
 results, so a resume with another value is refused (exit 78); the rest is free to change between runs.
 Standard library only.
 """
@@ -188,8 +188,8 @@ class JobSpec:
     )
     decode_steps_per_launch: int = _f(
         1,
-        "Decode steps that are started at once, without waiting for the tokens of each. Rows that end in between are computed "
-        "on in vain; steps with stop strings are made one by one.",
+        "Decode steps that are started at once, without waiting for the tokens of each. Tokens after the end of a row are "
+        "computed and discarded; steps with stop strings run one by one.",
         section="engine",
     )
     deterministic: bool = _f(
@@ -225,7 +225,7 @@ class JobSpec:
     limit: int | None = _f(None, "Only the first N rows.", pinned=True, section="job")
     extend: bool = _f(
         False,
-        "Add input files that are new since the job was planned, behind its rows; finished files stay.",
+        "Add input files that are new since the job was planned, after its rows; finished files stay.",
         section="job",
     )
     chunk_rows: int | None = _f(
@@ -248,8 +248,8 @@ class JobSpec:
     max_row_bytes: int = _f(64 * 1024 * 1024, "A longer input line becomes a row error.", pinned=True, section="job")
     save_partial: int = _f(
         64,
-        "A row that a stop cuts off keeps its output tokens if it has made at least this many, and the next run goes on "
-        "behind them; 0 keeps none.",
+        "A row that a stop cuts off keeps its output tokens if it has at least this many, and the next run continues "
+        "after them; 0 keeps none.",
         section="job",
     )
     drain_timeout: float | None = _f(
@@ -269,7 +269,7 @@ class JobSpec:
     requeue: str = _f(
         "none",
         "In SLURM, after a warning or at the time limit: scontrol puts the task back in the queue, exit relies on the "
-        "site's RequeueExit=75, none on whoever started it.",
+        "site's RequeueExit=75, none on the person or program that started it.",
         choices=("scontrol", "exit", "none"),
         section="job",
     )

@@ -60,7 +60,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a runner can hold, found after the model is loaded. Sizes the scheduler; never written back to a spec."""
+    """The limits of a runner, found after the model is loaded. Sizes the scheduler; never written back to a spec."""
 
     num_blocks: int  # usable KV blocks; a block that the runner keeps for itself is not counted
     block_size: int  # tokens per block

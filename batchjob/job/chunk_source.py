@@ -1,4 +1,4 @@
-"""Which chunk this process takes next: its own shard's from the front, and with --steal those of others from the back.
+"""The order in which a process takes chunks: its own shard's from the front, and with --steal others' from the back.
 
 Owner and thief claim what they work on, so that they meet in the middle. Claims are advice: a chunk that two processes
 take all the same is committed once, and costs only time.
@@ -24,7 +24,7 @@ _WAIT_FOR_TEAM = 0.5
 
 
 class OwnChunks:
-    """Nobody else is expected to work on this process's chunks."""
+    """The chunks of one shard, which no other process is expected to work on."""
 
     steals = False
 
@@ -33,11 +33,11 @@ class OwnChunks:
         self.num_stolen = 0
 
     def next(self) -> Chunk | None:
-        """The chunk to open next; None if there is none now."""
+        """Returns the chunk to open next; None if there is none now."""
         return self.todo.popleft() if self.todo else None
 
     def claim(self, chunk: Chunk) -> bool:
-        """Whether a chunk of `todo` may be opened out of turn; `next` gives it later all the same."""
+        """Returns True if a chunk of `todo` may be opened out of turn; `next` gives it later all the same."""
         return True
 
     def adopt(self, rows: Collection[int]) -> None:
@@ -47,18 +47,18 @@ class OwnChunks:
         """The chunk is committed."""
 
     def wait(self) -> bool:
-        """Called when `next` gave None and nothing is open: waits a moment. False if nothing will come."""
+        """Waits a moment for a chunk, after `next` gave None while nothing is open. Returns False if none will come."""
         return False
 
     def close(self) -> None:
-        """No more is taken; what is open here is free for others."""
+        """Ends the claims: chunks that are open here are free for others."""
 
 
 class SharedChunks(OwnChunks):
     """All processes of the job have all its chunks in common. `others` are those of other shards, in plan order.
 
     Chunks that come and go change `counts.rows_total`. In a team, chunks of the command's own shard are taken before
-    those of other ones, and nobody leaves before the others are done: one of their devices may fail.
+    those of other ones, and no worker leaves before the others are done: one of their devices may fail.
     """
 
     steals = True
@@ -77,7 +77,7 @@ class SharedChunks(OwnChunks):
         self._claims = store.chunk_claims() if team is None else store.chunk_claims(team.keeps)
         self._counts = counts
         self._others = deque(sorted(others, key=self._rank))
-        self._taken: list[Chunk] = []  # that somebody else works on, or did when last seen
+        self._taken: list[Chunk] = []  # that another process works on, or did when last seen
         self._published: set[int] = set()
         self._own: set[int] = set()  # committed here
         self._next_scan = 0.0
@@ -132,8 +132,8 @@ class SharedChunks(OwnChunks):
         self._claims.release(chunk.index)
 
     def wait(self) -> bool:
-        """Waits for chunks whose holders may be dead. Those that live will finish theirs: not waited for, except for
-        the others of the team."""
+        """Waits for chunks whose holders may be dead. Holders that live will finish theirs: only those of the team are
+        waited for."""
         seconds = self._scan(force=True)
         if self.todo or self._others:
             return True
@@ -141,7 +141,7 @@ class SharedChunks(OwnChunks):
         return seconds > 0
 
     def close(self) -> None:
-        if self._team is None:  # else what is open here may be why this process ends, and stays with its device
+        if self._team is None:  # else an open chunk may be why this process ends, and stays with its device
             self._claims.close()
 
     def _put_aside(self, chunk: Chunk) -> None:
@@ -149,8 +149,8 @@ class SharedChunks(OwnChunks):
             self._taken.append(chunk)
 
     def _scan(self, *, force: bool) -> float:
-        """Sees what others have committed and given up. Returns the seconds after which it is worth another look: 0 if
-        it is clear that all holders live, and none is of the team."""
+        """Looks for chunks that others have committed or given up. Returns the seconds after which to look again: 0 if
+        all holders are known to live, and none is of the team."""
         now = time.monotonic()
         if not force and now < self._next_scan:
             return 0.0

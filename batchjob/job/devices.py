@@ -1,6 +1,6 @@
-"""The devices of a job: which are here, and what --device and --devices make of them. Standard library only.
+"""The devices of a job: those that are here, as --device and --devices choose among them. Standard library only.
 
-A GPU is looked for without CUDA: whoever asks CUDA has a context on a GPU, which the supervisor must never have.
+GPUs are found without CUDA: a process that asks CUDA has a context on a GPU, which the supervisor must never have.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def _num_cpus() -> int:
 
 
 def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> list[str]:
-    """What CUDA will number from 0 on: the entries of CUDA_VISIBLE_DEVICES, or the numbers of the GPUs that are here.
+    """Returns the GPUs in the order in which CUDA numbers them: the entries of CUDA_VISIBLE_DEVICES, or the numbers of
+    the GPUs that are here.
 
     As for CUDA, the list ends before the first entry that names nothing (SLURM writes NoDevFiles), and numbers
     beyond the GPUs that are here name nothing.
@@ -145,7 +146,7 @@ def _num_gpus(root: Path) -> int:
 
 
 def _is_divided(root: Path) -> bool:
-    """Whether there are instances of a divided GPU. CUDA shows one of them to a process that names none."""
+    """Returns True if there are instances of a divided GPU. CUDA shows one of them to a process that names none."""
     capabilities = root / "proc/driver/nvidia/capabilities"
     gpus = [name for name in _listdir(capabilities) if name.startswith("gpu")]
     return any(name.startswith("gi") for gpu in gpus for name in _listdir(capabilities / gpu / "mig"))

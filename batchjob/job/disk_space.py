@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from batchjob.spec import JobSpec
 
 _ROW_BYTES = 60  # of the columns that every output row has, compressed
-_USUAL_TOKENS = 200  # of an output whose length nobody has limited to less
+_USUAL_TOKENS = 200  # of an output whose length is not limited to less
 _PACKED = 0.4  # size of carried columns in a part, of their size in a plain file of text
 _OPEN_ROWS_FACTOR = 4  # a row in a log takes more than in a part; logs hold open chunks only
 
 
 def expected_bytes(spec: JobSpec, settings: Settings, plan: JobPlan, todo: Sequence[Chunk]) -> int:
-    """About what the chunks still to do will take. A guess: how much a model writes is known afterwards."""
+    """Returns about how many bytes the chunks in `todo` will take. A guess: output lengths are known afterwards."""
     num_rows = sum(chunk.num_rows for chunk in todo)
     if not num_rows:
         return 0
@@ -40,7 +40,7 @@ def expected_bytes(spec: JobSpec, settings: Settings, plan: JobPlan, todo: Seque
 
 
 def space_warning(output: Path, needed: int, num_files: int) -> str | None:
-    """A line for a person if the file system of `output` is unlikely to hold `needed` bytes in `num_files` files."""
+    """Returns a warning if the file system of `output` is unlikely to hold `needed` bytes in `num_files` files."""
     try:
         status = os.statvfs(output)
     except OSError:

@@ -1,4 +1,4 @@
-"""The input of a job that is there: what was planned must be unchanged, and `--extend` adds what is new."""
+"""The input of a job that is resumed: planned files must be unchanged, and `--extend` adds new ones."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _changes(plan: JobPlan, index: int, file: InputFile, max_row_bytes: int) -> 
 
 
 def _has_lines(plan: JobPlan, index: int) -> bool:
-    """Whether rows of a file have digests that say more than the file's own."""
+    """Returns True if rows of a file have digests that say more than the file's own."""
     return plan.files[index].digest.startswith("ends:") and any(
         segment.digest for chunk in plan.chunks for segment in chunk.segments if segment.file_index == index
     )
@@ -185,12 +185,7 @@ def extend(spec: JobSpec, store: Store, source: PromptSource | None, echo: Echo)
             _check_prompts(spec, source, planned, store.manifest.resolved["columns"], new)
         if not store.extend(planned.plan):
             continue
-        for warning in planned.warnings:
-            echo(f"warning: {warning}")
-        if planned.num_bad_rows:
-            echo(
-                f"warning: {planned.num_bad_rows:,} rows cannot be read and become row errors: {planned.first_bad_row}"
-            )
+        echo_warnings(planned, echo)
         if dropped := _dropped(spec, planned, store.manifest.resolved["columns"]):
             echo(f"warning: the columns of this job are fixed; the new files' {', '.join(dropped)} are left out")
         plan, seconds = planned.plan, duration(time.monotonic() - started)
@@ -198,6 +193,14 @@ def extend(spec: JobSpec, store: Store, source: PromptSource | None, echo: Echo)
             f"added {counted(plan.num_rows, 'row')} of {counted(len(plan.files), 'new file')} in "
             f"{counted(len(plan.chunks), 'chunk')} ({seconds})"
         )
+
+
+def echo_warnings(planned: PlanResult, echo: Echo) -> None:
+    """Prints the warnings of a plan, and how many of its rows cannot be read."""
+    for warning in planned.warnings:
+        echo(f"warning: {warning}")
+    if planned.num_bad_rows:
+        echo(f"warning: {planned.num_bad_rows:,} rows cannot be read and become row errors: {planned.first_bad_row}")
 
 
 def _check_prompts(

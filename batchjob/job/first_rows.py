@@ -1,4 +1,4 @@
-"""A look at the first rows of a new job: what every row must fail of is told before a model is loaded.
+"""A look at the first rows of a new job: an error that every row has is reported before a model is loaded.
 
 A bad row never stops a job. A job is refused only where each row of the whole input has been looked at and fails, and
 for a reason that lies in the column or in the flags.
@@ -47,7 +47,7 @@ def check_first_rows(
             if time.monotonic() > until:
                 break
         if failures and len(failures) == num_rows:
-            warnings += _look_on(builder, rows, failures, columns)
+            warnings += _look_at_more_rows(builder, rows, failures, columns)
         elif failures:
             count = f"{len(failures)} of the first {counted(num_rows, 'row')}"
             warnings.append(f"{count} cannot be run: {failures[0][0].message}")
@@ -57,8 +57,10 @@ def check_first_rows(
 Failure = tuple[RowError, bool]
 
 
-def _look_on(builder: PromptBuilder, rows: Iterator[Record], failures: list[Failure], columns: list[str]) -> list[str]:
-    """All of the first rows fail: is there any row that does not?"""
+def _look_at_more_rows(
+    builder: PromptBuilder, rows: Iterator[Record], failures: list[Failure], columns: list[str]
+) -> list[str]:
+    """Looks for a row that does not fail, after all of the first rows have."""
     until = time.monotonic() + _SECONDS
     number = len(failures)
     message = failures[0][0].message
@@ -96,7 +98,7 @@ def _unused_columns(config: PromptConfig, columns: list[str]) -> list[str]:
 
 
 class _Unused:
-    """What rows give to a chat template that has no use for it, and sampling settings beside messages in an object."""
+    """Finds values that a chat template has no use for, and sampling settings beside messages in an object."""
 
     def __init__(self, config: PromptConfig, tokenizer: Tokenizer) -> None:
         self._source, self._tokenizer = config.source, tokenizer

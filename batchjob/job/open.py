@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchjob.errors import ConfigMismatchError, StorageError, UsageError
-from batchjob.job.extend import extend, find_new_inputs
+from batchjob.job.extend import echo_warnings, extend, find_new_inputs
 from batchjob.job.settings import Settings, fingerprint, resolve_settings
 from batchjob.prompts.source import PromptSource, resolve_prompt
 from batchjob.report.progress import counted, duration, printable
@@ -130,10 +130,7 @@ def _create(spec: JobSpec, output: Path, echo: Echo, asked: JobSpec, check: Call
     started = time.monotonic()
     planned = make_plan(spec, num_workers_hint=spec.num_shards)
     plan = planned.plan
-    for warning in planned.warnings:
-        echo(f"warning: {warning}")
-    if planned.num_bad_rows:
-        echo(f"warning: {planned.num_bad_rows:,} rows cannot be read and become row errors: {planned.first_bad_row}")
+    echo_warnings(planned, echo)
     seconds = duration(time.monotonic() - started)
     size = (
         f"{counted(plan.num_rows, 'row')} of {counted(len(plan.files), 'file')} in {counted(len(plan.chunks), 'chunk')}"

@@ -1,7 +1,7 @@
-"""Finished rows on their way into the store, and what happens to them while the disk is full.
+"""Writes finished rows to the store, and keeps them in memory while the disk is full.
 
-A full disk is often somebody else's doing and soon over. Finished rows then wait in memory, nothing new is taken in,
-and writing is tried again for a bounded time; only after that is it an error (exit 74, which nobody should requeue).
+A full disk is often caused by another program and soon over. Finished rows then wait in memory, no new rows start, and
+writing is tried again for a bounded time; only after that is it an error (exit 74, not to be requeued).
 """
 
 from __future__ import annotations
@@ -54,59 +54,59 @@ class RowWriter:
 
     @property
     def full(self) -> bool:
-        """Whether something waits for room on the disk."""
+        """True while rows wait for room on the disk."""
         return self._error is not None
 
     @property
     def has_memory(self) -> bool:
-        """Whether more finished rows may wait."""
+        """True while more finished rows may wait."""
         return self._num_bytes < self._max_bytes
 
     def add(self, chunk: OpenChunk, completion: Completion) -> None:
         """Writes a finished row, and commits its chunk if it was the last."""
         self._rows.append((chunk, completion))
         if self._error is not None:
-            self._num_bytes += _size(completion)
+            self._num_bytes += _num_bytes(completion)
         else:
-            self._write()
+            self._write_rows()
 
     def complete(self, chunk: OpenChunk) -> None:
         """Commits a chunk that has all its rows already."""
         self._complete.append(chunk)
         if self._error is None:
-            self._write()
+            self._write_rows()
 
     def flush(self) -> None:
         """Makes every written row durable."""
         self._must_flush = True
         if self._error is None:
-            self._write()
+            self._write_rows()
 
     def retry(self) -> None:
         """Tries again, if it is time to. Raises DiskFullError once the disk has been full for `timeout` seconds."""
         now = time.monotonic()
         if self._error is None or now < min(self._next_try, self._deadline):
             return
-        self._try_again()
+        self._retry_now()
         if self._error is not None and now >= self._deadline:
             raise self._error
 
     def close(self) -> None:
         """The last try and flush of a run. Raises DiskFullError if something could not be written."""
         self._must_flush = True
-        self._try_again()
+        self._retry_now()
         if self._error is not None:
             raise self._error
 
-    def _try_again(self) -> None:
+    def _retry_now(self) -> None:
         was_full, self._error = self._error, None
-        self._write(again=was_full is not None)
+        self._write_rows(again=was_full is not None)
         if was_full is not None and self._error is None:
             self._num_bytes = 0
             self._pause = FIRST_PAUSE
             self._echo("the disk has room again: going on")
 
-    def _write(self, *, again: bool = False) -> None:
+    def _write_rows(self, *, again: bool = False) -> None:
         try:
             while self._rows:
                 chunk, completion = self._rows[0]
@@ -123,12 +123,12 @@ class RowWriter:
                 self._store.flush()
                 self._must_flush = False
         except DiskFullError as error:
-            self._note(error, again=again)
+            self._note_full_disk(error, again=again)
 
-    def _note(self, error: DiskFullError, *, again: bool) -> None:
+    def _note_full_disk(self, error: DiskFullError, *, again: bool) -> None:
         now = time.monotonic()
         self._error = error
-        self._num_bytes = sum(_size(completion) for _, completion in self._rows)
+        self._num_bytes = sum(_num_bytes(completion) for _, completion in self._rows)
         if not again:
             self._deadline = now + self._timeout
             self._echo(
@@ -139,5 +139,5 @@ class RowWriter:
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
 
-def _size(completion: Completion) -> int:
+def _num_bytes(completion: Completion) -> int:
     return _ROW_BYTES + len(completion.text or "") + 8 * len(completion.token_ids)

@@ -1,6 +1,6 @@
-"""From what a user asked for (`JobSpec`) to what a job is: model, sampling, lengths, and the fingerprint of them all.
+"""Resolves a user's `JobSpec` into the settings of a job: model, sampling, lengths, and the fingerprint of them all.
 
-What is decided here once is frozen in the job's manifest; a resume decides again and compares.
+They are frozen in the job's manifest; a resume resolves them again and compares.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Settings:
         return self.model is None or bool(self.model.template_digest)
 
     def to_json(self) -> dict[str, Any]:
-        """What the manifest keeps as a record, and a resume starts from."""
+        """Returns the record in the manifest, from which a resume starts."""
         model = self.model
         return {
             "model": None if model is None else {"name": model.name, "path": model.path, "source": model.source},
@@ -134,7 +134,7 @@ def resolve_settings(spec: JobSpec, frozen: Mapping[str, Any] | None = None) -> 
 
 
 def fingerprint(spec: JobSpec, settings: Settings, *, prompt: Mapping[str, Any], chunk_rows: int) -> dict[str, Any]:
-    """Everything that changes results or the layout of the output; a resume where it differs is refused."""
+    """Returns all that changes results or the layout of the output; a resume where it differs is refused."""
     model, sampling = settings.model, settings.row_sampling()
     return {
         "engine": spec.engine,
@@ -165,7 +165,7 @@ def fingerprint(spec: JobSpec, settings: Settings, *, prompt: Mapping[str, Any],
 
 
 def _bits(spec: JobSpec, settings: Settings) -> dict[str, Any]:
-    """What decides the last bit of a result, where none may depend on chance: hardware, versions, threads."""
+    """Returns the facts that decide the last bit of a result: hardware, versions, threads."""
     is_cpu = settings.device == "cpu"
     return {
         "attention_backend": spec.attention_backend,

@@ -1,4 +1,4 @@
-"""What `batchjob validate` finds out about a job's input without a model: one streaming pass, bounded memory, no torch.
+"""`batchjob validate`: checks a job's input without a model, in one streaming pass, with bounded memory and no torch.
 
 Rows go the way they go in a run: the same readers, templates, tokenizer and limits.
 """
@@ -52,7 +52,7 @@ def validate(spec: JobSpec) -> Report:
 
 
 def validate_job(spec: JobSpec, settings: Settings) -> Report:
-    """Plans the job's input and checks every row of it. Raises what a run would raise before its first row."""
+    """Plans the job's input and checks every row of it. Raises the errors of a run before its first row."""
     result = make_plan(spec, num_workers_hint=spec.num_shards)
     output_schema(result.plan, OutputColumns.asked(spec))  # refuses names and types
     time_limit(spec, None, lambda line: None)
@@ -74,9 +74,9 @@ def validate_job(spec: JobSpec, settings: Settings) -> Report:
 def validate_input(
     result: PlanResult, config: FeederConfig, *, block_size: int = 16, max_error_rate: float = 0.01
 ) -> Report:
-    """Reads, renders and tokenises every row of the plan and reports what a run would meet.
+    """Reads, renders and tokenises every row of the plan and reports all findings.
 
-    Raises what a run would raise before its first row (InputMissingError, InputDataError, UsageError).
+    Raises the errors of a run before its first row (InputMissingError, InputDataError, UsageError).
     """
     source = config.prompt.source
     report = Report(
@@ -110,7 +110,7 @@ def validate_input(
                 lengths[len(prompt.token_ids)] += 1
                 prefixes.add(prompt.token_ids)
                 if not report.first_prompt_tokens:
-                    _note_first(report, builder.prompt_text(record), prompt, tokenizer)
+                    _note_first_prompt(report, builder.prompt_text(record), prompt, tokenizer)
         report.num_duplicate_ids, report.duplicate_id_examples = ids.result()
     report.warnings += reader.warnings
     reader.close()
@@ -153,7 +153,7 @@ def _note_row(report: Report, record: Record, prompt: Prompt, special: _SpecialT
             report.special_token_examples.append(f"{record.where}: {token}")
 
 
-def _note_first(report: Report, text: str | None, prompt: Prompt, tokenizer: Tokenizer) -> None:
+def _note_first_prompt(report: Report, text: str | None, prompt: Prompt, tokenizer: Tokenizer) -> None:
     if text is not None and len(text) > _SHOWN_CHARS:
         text = text[:_SHOWN_CHARS] + "..."
     report.first_prompt_text = text

@@ -103,7 +103,9 @@ class RunResult:
         if self.rows_continued:
             lines.append(f"  continued   {self.rows_continued:,} rows that an earlier run had begun")
         if self.rows_saved:
-            lines.append(f"  begun       {self.rows_saved:,} unfinished rows; the next run goes on behind their tokens")
+            lines.append(
+                f"  begun       {self.rows_saved:,} unfinished rows; the next run continues after their tokens"
+            )
         if self.chunks_stolen:
             lines.append(f"  stolen      {self.chunks_stolen:,} chunks of other shards")
         if self.rows_wasted:

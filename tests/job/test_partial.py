@@ -1,4 +1,4 @@
-"""`--save-partial`: a row that a stop cuts off keeps its tokens, and the next run goes on behind them."""
+"""`--save-partial`: a row that a stop cuts off keeps its tokens, and the next run continues after them."""
 
 from __future__ import annotations
 
