@@ -36,7 +36,7 @@ ARROWS: dict[str, set[str]] = {
     "job": {"core", "engine", "inputs", "models", "prompts", "report", "slurm", "store"},
     "supervisor": {"job", "report", "slurm"},
     "launch": {"job", "models", "slurm", "store"},
-    "bench": {"core", "engine", "job", "models"},
+    "bench": {"core", "engine", "models"},
     "cli": {"job", "launch", "report", "store", "supervisor"},
     "__main__": {"cli"},
     "__init__": {"job"},
