@@ -1,13 +1,14 @@
 """Crash or fail the k-th file operation of a small job, for every k; then run it again.
 
-Every row is there exactly once, and no row that was finished before is computed again.
+Every row is there exactly once, and no row that was finished before is computed again. By default the ways to crash or
+fail share the operations among them, each tried in one way; `-m long` tries every operation in every way.
 """
 
 from __future__ import annotations
 
 import errno
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,14 @@ from batchjob.store.wal import log_name
 
 ROWS, CHUNK_ROWS = 5, 3
 METHODS = ("link", "rename_noreplace", "claim")
+STATES = [("kept", "cut"), ("lost", "cut"), ("added-lost", "zeroed"), ("kept", "zeroed")]
+ERRORS = [(n, p) for n in (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE) for p in (False, True)]
+WHOLE = pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.long)], ids=["share", "whole"])
+
+
+def operations(is_whole: bool, ways: Sequence[Any], way: Any) -> Iterator[int]:
+    """The numbers of the operations to try in this one of the ways."""
+    return itertools.count() if is_whole else itertools.count(ways.index(way), len(ways))
 
 
 @pytest.fixture(params=METHODS)
@@ -31,9 +40,11 @@ def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-def crashes(kit: Any, tmp_path: Path, plan: Any, make_fs: Any) -> Iterator[tuple[int, Path, Any, Any]]:
-    """Runs the job once per k, until k is beyond its last operation; yields after each crash."""
-    for k in itertools.count():
+def crashes(
+    kit: Any, tmp_path: Path, plan: Any, make_fs: Any, numbers: Iterable[int]
+) -> Iterator[tuple[int, Path, Any, Any]]:
+    """Runs the job once per number, until one is beyond its last operation; yields after each crash."""
+    for k in numbers:
         output = tmp_path / f"{k}" / "out"
         fs, job = make_fs(k, tmp_path / f"{k}"), kit.Job()
         try:
@@ -66,20 +77,26 @@ def resume(kit: Any, output: Path, plan: Any, kept: set[tuple[int, int]]) -> Non
     assert sorted(path.name for path in output.iterdir()) == [".batchjob", "data"]
 
 
-def test_a_crash_at_any_file_operation_loses_and_doubles_nothing(kit: Any, tmp_path: Path, method: str) -> None:
+@WHOLE
+def test_a_crash_at_any_file_operation_loses_and_doubles_nothing(
+    kit: Any, tmp_path: Path, method: str, is_whole: bool
+) -> None:
     plan = kit.make_plan(ROWS, CHUNK_ROWS)
-    for _, output, _, job in crashes(kit, tmp_path, plan, lambda k, _: kit.FaultyFs(k)):
+    numbers = operations(is_whole, METHODS, method)
+    for _, output, _, job in crashes(kit, tmp_path, plan, lambda k, _: kit.FaultyFs(k), numbers):
         resume(kit, output, plan, job.added)
 
 
-@pytest.mark.parametrize("state", [("kept", "cut"), ("lost", "cut"), ("added-lost", "zeroed"), ("kept", "zeroed")])
+@WHOLE
+@pytest.mark.parametrize("state", STATES, ids=" ".join)
 def test_a_power_loss_at_any_file_operation_loses_nothing_that_was_flushed(
-    kit: Any, tmp_path: Path, state: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    kit: Any, tmp_path: Path, state: tuple[str, str], is_whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("batchjob.store.context.is_alive", lambda _: False)
     plan = kit.make_plan(ROWS, CHUNK_ROWS)
     names, data = state
-    for k, output, fs, job in crashes(kit, tmp_path, plan, lambda k, path: kit.PowerFs(k, path / "graveyard")):
+    numbers = operations(is_whole, STATES, state)
+    for k, output, fs, job in crashes(kit, tmp_path, plan, lambda k, path: kit.PowerFs(k, path / "graveyard"), numbers):
         output.parent.mkdir(exist_ok=True)
         fs.lose_power(names=names, data=data)
         check_data_is_readable(kit, output)
@@ -107,14 +124,14 @@ def test_crashes_of_the_resumed_run_do_no_harm_either(kit: Any, tmp_path: Path, 
         resume(kit, output, plan, added)
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE])
+@WHOLE
+@pytest.mark.parametrize(("number", "persistent"), ERRORS)
 def test_an_error_at_any_file_operation_is_reported_or_overcome(
-    kit: Any, tmp_path: Path, number: int, persistent: bool, monkeypatch: pytest.MonkeyPatch
+    kit: Any, tmp_path: Path, number: int, persistent: bool, is_whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("batchjob.store.reread.PAUSES", ())
     plan = kit.make_plan(ROWS, CHUNK_ROWS)
-    for k in itertools.count():
+    for k in operations(is_whole, ERRORS, (number, persistent)):
         output = tmp_path / str(k) / "out"
         fs, job = kit.FaultyFs(k, error=number, persistent=persistent), kit.Job()
         failure: BatchJobError | None = None

@@ -13,6 +13,8 @@ from batchjob.plan import Chunk, InputFile, JobPlan, Segment
 from batchjob.store import Store
 from batchjob.store.paths import Layout
 
+METHODS = ("link", "rename_noreplace", "claim")
+
 
 def extension_of(plan: JobPlan, num_rows: int, chunk_rows: int = 3) -> JobPlan:
     first_row, first_chunk, file_index = plan.num_rows, len(plan.chunks), len(plan.files)
@@ -118,14 +120,16 @@ def test_a_process_that_does_not_know_of_an_extension_is_not_confused(kit: Any, 
     assert new.finish()["num_rows"] == 7
 
 
-@pytest.mark.parametrize("method", ["link", "rename_noreplace", "claim"])
+@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.long)], ids=["share", "whole"])
+@pytest.mark.parametrize("method", METHODS)
 def test_a_crash_at_any_file_operation_of_an_extension(
-    kit: Any, tmp_path: Path, plan: JobPlan, method: str, monkeypatch: pytest.MonkeyPatch
+    kit: Any, tmp_path: Path, plan: JobPlan, method: str, is_whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By default each operation is tried with one of the methods, in the long form with all of them."""
     if method != "link":
         monkeypatch.setattr("batchjob.store.creation.probe", lambda *_: method)
     monkeypatch.setattr("batchjob.store.context.is_alive", lambda _: False)
-    for k in itertools.count():
+    for k in itertools.count() if is_whole else itertools.count(METHODS.index(method), len(METHODS)):
         output = tmp_path / str(k) / "out"
         kit.Job().run(output, plan)
         fs = kit.FaultyFs(k)

@@ -22,7 +22,7 @@ def run_kit(kit: Any, *arguments: str, program: str | None = None) -> subprocess
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_processes_that_are_killed_at_random(kit: Any, output: Path, seed: int) -> None:
     done = run_kit(kit, str(output), str(seed), "3", "2.5", "480")
     assert done.returncode == 0, done.stderr
