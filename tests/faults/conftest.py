@@ -1,4 +1,5 @@
-"""What the tests of the program under fire share: a job, the program, and the check that every row is there once."""
+"""The tools of the tests that kill and break the program: a job, the program, and the check that every row is there
+once."""
 
 from __future__ import annotations
 

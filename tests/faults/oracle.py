@@ -1,4 +1,4 @@
-"""What a job on the fake engine must come to, worked out from its input without a line of batchjob.
+"""The result that a job on the fake engine must have, worked out from its input without a line of batchjob.
 
 `Oracle` reads the input files itself and knows how the fake engine answers (see the docstrings of
 `batchjob/engine/fake.py` and `batchjob/records.py`): the words of an answer follow from SplitMix64, seeded with the
@@ -30,7 +30,7 @@ Key = tuple[int, int]  # row and sample
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Of one sample: text, reason and tokens, or the type of an error."""
+    """The result of one sample: text, reason and tokens, or the type of an error."""
 
     text: str | None
     finish: str | None

@@ -75,7 +75,7 @@ ENDS = {0, 69, 70, 75} | {-number for number in (*SIGNALS, signal.SIGKILL)}
 
 @dataclass
 class Totals:
-    """Of any number of storms."""
+    """The totals of any number of storms."""
 
     signals: Counter[tuple[str, str]] = field(default_factory=Counter)  # victim, signal
     faults: Counter[tuple[str, str]] = field(default_factory=Counter)  # victim, call
@@ -194,7 +194,7 @@ class Storm:
             return subprocess.Popen(command, env=environment, stdout=log, stderr=log, process_group=0)
 
     def look(self) -> None:
-        """What was finished is there, and right."""
+        """Checks that every finished row is there, and right."""
         found, twice = self.expected.finished(self.output)
         lost = {key for key, text in self.kept.items() if found.get(key, "") != text}
         assert not lost, f"seed {self.seed}: lost or changed: {sorted(lost)[:9]}\n{self.last_lines()}"
@@ -328,7 +328,7 @@ class Storm:
             under = ["strace", "-f", "-qq", "-s", "64", "-o", str(trace), "-e", f"trace={traced}"]
             beside = [self.start("--no-lease")] if rng.random() < 0.25 else []
             flags = ["--no-lease"] if beside else []
-            if any("KILL" in word for word in inject):  # strace kills each worker anew, and a supervisor is patient
+            if any("KILL" in word for word in inject):  # strace kills each new worker, and a supervisor is patient
                 flags.append("--no-supervisor")
             self.processes = [self.start(*flags, under=[*under, *inject]), *beside]
             for process in self.processes:

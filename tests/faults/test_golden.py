@@ -1,4 +1,4 @@
-"""Jobs that earlier versions of batchjob left half way, one per format: this version reads them and goes on.
+"""Jobs that earlier versions of batchjob left half way, one per format: this version reads and resumes them.
 
 Each archive holds `rows.jsonl` (12 rows, one of them broken) and `out`: two samples per row with token ids, a part of
 4 rows and a log with 3 complete rows more. It was made at /data, so the test has to point the plan to another place.
@@ -59,7 +59,7 @@ def move_plan(place: Path) -> None:
     layout.manifest.write_text(json.dumps({**manifest, "plan_digest": checksum(data)}))
 
 
-def test_it_is_gone_on_with(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_resumed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from inline_feeder import InlineFeeder
 
     monkeypatch.setattr("batchjob.prompts.feeder.Feeder", InlineFeeder)
@@ -79,8 +79,8 @@ def test_it_is_gone_on_with(place: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     result = batchjob.run(batchjob.JobSpec(output=str(place / "out"), **settings), echo=lambda line: None)
     assert (result.rows_reused, result.rows_done, result.job_complete) == (7, 12, True)
     assert (place / "out" / "data" / "part-00000000.parquet").read_bytes() == old_part
-    batchjob.run(batchjob.JobSpec(output=str(place / "anew"), **settings), echo=lambda line: None)
-    assert outputs(place / "out") == outputs(place / "anew"), "what the old version logged is what this one computes"
+    batchjob.run(batchjob.JobSpec(output=str(place / "fresh"), **settings), echo=lambda line: None)
+    assert outputs(place / "out") == outputs(place / "fresh"), "what the old version logged is what this one computes"
 
 
 def outputs(output: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,5 @@
-"""The output directory is moved away or replaced while a job runs: nothing is made anew, nothing gets elsewhere."""
+"""The output directory is moved away or replaced while a job runs: no directory is made again, no file gets to another
+place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever watched is gone: a closed pipe, a full disk under the log, a closed terminal. The job goes on."""
+"""The terminal is gone: a closed pipe, a full disk under the log, a closed terminal. The job continues."""
 
 from __future__ import annotations
 

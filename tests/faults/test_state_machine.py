@@ -127,7 +127,7 @@ class JobMachine(RuleBasedStateMachine):
     def run_shards(self, num_shards: int) -> RunResult:
         for shard in range(num_shards):
             result = run_job(self.folder, KIT.FastFs(), num_shards=num_shards, shard_id=shard)
-        self.damaged.clear()  # whoever starts finds and mends it
+        self.damaged.clear()  # the next start finds and repairs it
         return result
 
     # -- what may happen

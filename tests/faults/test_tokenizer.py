@@ -61,7 +61,7 @@ def test_rows_that_bring_the_tokeniser_down(fire: Any, flags: tuple[str, ...]) -
 
 
 def tokenisers(pid: int) -> list[int]:
-    """Of all that a process has started."""
+    """The tokenizer processes among all that a process has started, directly or not."""
     found, parents = [], [pid]
     while parents:
         pid = parents.pop()

@@ -24,7 +24,7 @@ Write = Callable[[Path, Iterable[Any]], Path]
 
 
 def arguments_of(script: str) -> list[str]:
-    """What bash makes of the script's last command, with task 3 of the array."""
+    """The arguments that bash makes of the script's last command, with task 3 of the array."""
     program = script.replace("exec ", "printf '%s\\0' ")
     done = subprocess.run(
         ["bash", "-c", program],

@@ -1,4 +1,4 @@
-"""What a site's settings mean: texts as `scontrol show` prints them, and the warnings made of them."""
+"""Warnings about a site's settings: texts as `scontrol show` prints them, and the warnings made of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `--model` may be, and what is said about a model that cannot be used."""
+"""The values of `--model`, and the errors for a model that cannot be used."""
 
 from __future__ import annotations
 

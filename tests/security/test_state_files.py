@@ -1,4 +1,4 @@
-"""Files under .batchjob that somebody else wrote or damaged: an error of one line, no traceback, no wrong row."""
+"""Files under .batchjob that another user wrote or damaged: an error of one line, no traceback, no wrong row."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_job_json_of_any_size_is_not_read_into_objects(layout: Layout, monkeyp
 
 
 def put_plan(layout: Layout, plan: Any) -> None:
-    """A plan whose checksum is right, as whoever owns the directory can make it."""
+    """A plan whose checksum is right, as the owner of the directory can make it."""
     data = plan if isinstance(plan, bytes) else plan_to_bytes(plan)
     layout.plan.write_bytes(data)
     manifest = json.loads(layout.manifest.read_text())
@@ -215,7 +215,7 @@ def test_the_state_of_another_user_is_not_trusted(layout: Layout, source: Path, 
     owner = layout.state.stat().st_uid
     other = owner + 4321
     monkeypatch.setattr("os.geteuid", lambda: other)
-    if owner == 0:  # what root made is trusted: give it to somebody
+    if owner == 0:  # what root made is trusted: give it to another user
         os.chown(layout.state, other + 1, -1)
     with pytest.raises(OutputCreateError, match="BATCHJOB_TRUST_OUTPUT"):
         run_job(source, chunk_rows=10)

@@ -147,7 +147,7 @@ class Cluster:
         return self.call("sbatch", "--parsable", *arguments, env=env).strip().split(";")[0]
 
     def job(self, name: str) -> dict[str, str]:
-        """What `scontrol show job` says about one job or array task."""
+        """The values that `scontrol show job` prints for one job or array task."""
         line = self.call("scontrol", "--oneliner", "show", "job", name).splitlines()[0]
         return dict(word.split("=", 1) for word in line.split() if "=" in word)
 

@@ -95,7 +95,7 @@ class Job:
         return int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
 
     def is_working(self, name: str, restart: int = 0) -> bool:
-        """Whether this start of a task has finished rows that are not in a part yet."""
+        """True if this start of a task has finished rows that are not in a part yet."""
         for path in (self.output / ".batchjob" / "wal").glob("*/*.log"):
             try:
                 attempt = path.name.partition(".")[0]
@@ -118,7 +118,7 @@ class Job:
         return self.rows() == list(range(NUM_ROWS))
 
     def warn(self, name: str) -> None:
-        """What SLURM does when the end of a task comes near."""
+        """Does what SLURM does when the end of a task comes near."""
         self.cluster.call("scancel", "--signal=USR1", "--batch", name)
 
     def restarts(self, name: str) -> int:
@@ -144,7 +144,7 @@ def test_an_array_with_warnings_requeues_and_a_kill_then_a_merge(cluster: Any, j
     for task in tasks:
         job.wait_until_working(task)
     job.warn(tasks[0])
-    cluster.call("scontrol", "requeue", tasks[1])  # by somebody else: the task only gets SIGTERM
+    cluster.call("scontrol", "requeue", tasks[1])  # by another user: the task only gets SIGTERM
     os.kill(job.batch_process(tasks[2]), signal.SIGKILL)
     job.warn(tasks[3])
     cluster.wait_for_state(tasks[2], "FAILED", "NODE_FAIL")

@@ -1,4 +1,4 @@
-"""What a task knows of itself, and its calls of SLURM's programs: with stand-ins for those."""
+"""The identity of a task, and its calls of SLURM's programs: with stand-ins for those."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the store share: small jobs, a file system that fails, crashes and loses power, and the check that
+"""The tools of the store's tests: small jobs, a file system that fails, crashes and loses power, and the check that
 every row is there exactly once. Also run as a program, for tests that kill processes (see `main`)."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def carried(chunk: Chunk) -> pa.Table:
 
 
 def completion(row: int, sample: int = 0) -> Completion:
-    """What the row gives; some rows fail."""
+    """The result of a row; some rows fail."""
     if row % 7 == 3:
         return Completion(row, sample, 5, [], None, None, RowError("prompt_too_long", f"row {row} is too long"))
     return Completion(row, sample, 3 + row, [row, sample, 9], f"answer {row}.{sample} \u2028 é", "stop")

@@ -33,7 +33,8 @@ def operations(is_whole: bool, ways: Sequence[Any], way: Any) -> Iterator[int]:
 
 @pytest.fixture(params=METHODS)
 def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How parts are published. All processes of these tests are this one, so that none looks dead: they all are."""
+    """The way in which parts are published. All processes of these tests are this one, so that none looks dead: they
+    all are."""
     if request.param != "link":
         monkeypatch.setattr("batchjob.store.creation.probe", lambda *_: request.param)
     monkeypatch.setattr("batchjob.store.context.is_alive", lambda _: False)

@@ -80,7 +80,7 @@ def test_a_server_that_stays_lost_is_exit_75(kit: Any, output: Path) -> None:
 
 
 def test_logs_and_parts_that_another_client_cannot_see_yet_cost_time_not_rows(kit: Any, output: Path) -> None:
-    """A process whose listings are those of an hour ago computes everything anew, and its parts are dropped."""
+    """A process whose listings are those of an hour ago computes everything again, and its parts are dropped."""
     plan = kit.make_plan(9, 3)
     kit.Job().run(output, plan)
     before = {path.name: path.read_bytes() for path in (output / "data").iterdir()}

@@ -755,7 +755,7 @@ def test_descriptors_and_memory_are_given_back(kit: Any, output: Path) -> None:
     assert store._context.memory.used == 0
 
 
-# -- mounts, and files that nobody needs any more
+# -- mounts, and files that no process needs any more
 
 
 def test_data_on_another_file_system_is_told_at_the_start(kit: Any, output: Path) -> None:
