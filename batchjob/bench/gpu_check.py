@@ -135,7 +135,7 @@ class Check:
 
 
 def _end(process: Any) -> None:
-    """With all that it has started: it leads a group of its own."""
+    """Ends the process and all that it has started: it leads a group of its own."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -203,7 +203,7 @@ def _setting(parser: argparse.ArgumentParser, text: str) -> tuple[str, Any]:
 
 
 def _prepare(*, on_cpu: bool) -> None:
-    """What the processes of the parts inherit."""
+    """Sets the environment that the processes of the parts inherit."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if on_cpu:

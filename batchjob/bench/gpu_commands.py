@@ -178,7 +178,7 @@ def starts(task: Task, report: Report) -> None:
 
 
 def start_up(request: dict[str, Any]) -> None:
-    """What the process does that `starts` measures. Times are counted from its own start."""
+    """The work of the process that `starts` measures. Times are counted from its own start."""
     points: dict[str, float] = {}
 
     def reached(name: str) -> None:

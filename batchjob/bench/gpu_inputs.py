@@ -1,4 +1,4 @@
-"""What kernels are called with: steps over a paged cache, the tensors of a layer, rows with sampling settings."""
+"""Inputs of kernels: steps over a paged cache, the tensors of a layer, rows with sampling settings."""
 
 from __future__ import annotations
 

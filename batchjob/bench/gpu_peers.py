@@ -146,7 +146,7 @@ def generate(task: Task, report: Report) -> None:
 
 @torch.inference_mode()
 def _static(model: Any, batch: list[Row], task: Task, max_seconds: float) -> int:
-    """Tokens made for each row."""
+    """Tokens generated for each row."""
     longest = max(len(row.token_ids) for row in batch)
     ids = torch.zeros(len(batch), longest, dtype=torch.int64)
     mask = torch.zeros_like(ids)

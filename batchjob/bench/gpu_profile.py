@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes: kernels by kind, and the gaps between them in which the device waits."""
+"""Splits the time of a decode step: kernels by kind, and the gaps between them in which the device waits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def kind_of(kernel: str) -> str:
 
 
 def profile_decode(engine: Engine, rows: list[Row], task: Task, report: Report, shape: Shape) -> dict[str, Any]:
-    """Of steps in which as many rows as may run decode, each about in the middle of its output."""
+    """Profiles steps in which as many rows as may run decode, each about in the middle of its output."""
     length = max(8, min(512, max(len(row.token_ids) for row in rows)))
     count = min(engine.capacity.max_num_seqs, len(rows))
     steps = 3 if task.tiny else _STEPS
@@ -94,7 +94,7 @@ def _timed(engine: Engine, steps: int, task: Task) -> float:
 
 
 def _device_microseconds(profiler: torch.profiler.profile, *, is_cpu: bool) -> Counter[str]:
-    """By kernel; on a CPU, by operation without those inside it."""
+    """Microseconds by kernel; on a CPU, by operation without those inside it."""
     total: Counter[str] = Counter()
     for event in profiler.events() or ():
         if is_cpu:

@@ -1,4 +1,4 @@
-"""What `gpu_check` has found, in a few lines per part. The JSON file has all of it.
+"""Prints the results of `gpu_check` in a few lines per part. The JSON file has all of it.
 
 `python -m batchjob.bench.gpu_report FILE` prints the table of a file, also of one whose run was cut off.
 """
@@ -142,7 +142,7 @@ def _kernel(value: dict[str, Any] | str) -> str:
 
 
 def _ratios(parts: dict[str, dict[str, Any]]) -> list[tuple[str, str, str, str, str]]:
-    """How much faster than Transformers' own ways."""
+    """The speed-up over Transformers' own ways."""
     rows = []
     for name, entry in parts.items():
         kind, _, shape = name.partition("/")

@@ -50,7 +50,7 @@ class Task:
 
 
 class Report:
-    """What a part has found so far, kept on disk."""
+    """The results of a part so far, kept on disk."""
 
     def __init__(self, path: str | Path, deadline: float) -> None:
         self.values: dict[str, Any] = {}
@@ -86,7 +86,7 @@ def describe(error: BaseException) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Whole or not at all."""
+    """Writes the file whole or not at all."""
     other = path.with_name(path.name + ".new")
     other.write_text(json.dumps(value, indent=1))
     other.replace(path)
@@ -118,6 +118,6 @@ def run_task(task: Task) -> None:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of a new Python process that finds this project, installed or not."""
+    """The environment of a new Python process that finds this project, installed or not."""
     path = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **more}

@@ -60,7 +60,7 @@ def kernel_tests(task: Task, report: Report) -> None:
 
 
 def _run(command: list[str], tests: list[str], directory: Path, report: Report) -> tuple[list[str], int]:
-    """What each process printed, and how many had to be stopped."""
+    """The output of each process, and how many had to be stopped."""
     count = max(1, min(_MOST_PROCESSES, (os.cpu_count() or 1) // 2, len(tests)))
     processes = []
     for index in range(count):

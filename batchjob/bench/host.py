@@ -33,7 +33,7 @@ class _Handle:
 
 
 class _NoModel:
-    """Makes the inputs of each step, and nothing of them. Counts the seconds that it takes."""
+    """Builds the inputs of each step and runs nothing. Counts the seconds that it takes."""
 
     def __init__(self, num_seqs: int) -> None:
         self._num_seqs = num_seqs

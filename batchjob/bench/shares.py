@@ -1,4 +1,4 @@
-"""Where a run's time goes: matrix products, attention, other work of the model, host code. Measured by wrapping."""
+"""Splits a run's time: matrix products, attention, other work of the model, host code. Measured by wrapping."""
 
 from __future__ import annotations
 

@@ -118,12 +118,12 @@ def run_workload(
 
 
 def difference(after: EngineStats, before: EngineStats) -> EngineStats:
-    """What an engine did in between."""
+    """The work of an engine in between."""
     return EngineStats(*(getattr(after, f.name) - getattr(before, f.name) for f in fields(EngineStats)))
 
 
 class NoText:
-    """The workload is about tokens; nobody reads the text."""
+    """Gives no text: a workload counts tokens."""
 
     special_tokens = ()
 

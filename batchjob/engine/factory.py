@@ -15,7 +15,7 @@ from batchjob.tasks import Detokenizer
 
 
 class ModelSource(Protocol):
-    """What the engine needs of a resolved model: the local directory with its config and safetensors."""
+    """A resolved model: the local directory with its config and safetensors."""
 
     @property
     def path(self) -> object: ...

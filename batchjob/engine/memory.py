@@ -1,4 +1,4 @@
-"""How much of a GPU's memory is left for the KV cache: measured, after a step of the largest size that may come."""
+"""Measures the memory of a GPU that is left for the KV cache, after a step of the largest size that may come."""
 
 from __future__ import annotations
 

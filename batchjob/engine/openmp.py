@@ -1,4 +1,4 @@
-"""One setting of PyTorch's thread pool on a CPU, to be made before PyTorch is imported. Standard library only."""
+"""One setting of PyTorch's thread pool on a CPU, for the time before PyTorch is imported. Standard library only."""
 
 from __future__ import annotations
 

@@ -100,9 +100,9 @@ class TorchRunner:
         self._model, self._kv_dtype = self._load(source, config)
         forward = self._model.forward
         if config.deterministic:
-            from batchjob.engine.invariant.fixed_rows import FixedRows
+            from batchjob.engine.invariant.forward import InvariantForward
 
-            forward = FixedRows(self._model, self._model.backend.module).forward
+            forward = InvariantForward(self._model, self._model.backend.module).forward
         if config.unknown_token_ids:  # after all comparisons of logits
             unknown = [token for token in config.unknown_token_ids if token < self._model.vocab_size]
             self._model.unknown_ids = torch.tensor(unknown, dtype=torch.int64, device=self._device)
@@ -267,7 +267,7 @@ def _prepare_device(config: EngineConfig) -> torch.device:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     if config.deterministic:
-        from batchjob.engine.invariant.fixed_rows import set_switches
+        from batchjob.engine.invariant.forward import set_switches
 
         set_switches()
     device = torch.device(config.device)

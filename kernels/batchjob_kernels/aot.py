@@ -1,4 +1,4 @@
-"""Compiles every Triton kernel for GPUs that need not be there, and says what came of it.
+"""Compiles every Triton kernel for GPUs that need not be there, and reports the result.
 
     python -m batchjob_kernels.aot [--capability 80 90] [--only WORD] [--quick] [--json FILE]
 
@@ -51,7 +51,7 @@ class Row:
 
 
 def cases() -> list[AotCase]:
-    """Of all modules of kernels."""
+    """The cases of all modules of kernels."""
     found: list[AotCase] = []
     for module in pkgutil.iter_modules(triton_kernels.__path__):
         found += getattr(importlib.import_module(f"{triton_kernels.__name__}.{module.name}"), "AOT", [])
@@ -98,7 +98,7 @@ def spilled_bytes(code: str) -> int:
 
 
 def _disassemble(cubin: bytes) -> tuple[str, str]:
-    """What the binary says of its resources, and its machine code as text."""
+    """The resources that the binary names, and its machine code as text."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

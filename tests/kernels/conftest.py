@@ -1,4 +1,4 @@
-"""What the kernels' tests share: the errors that were seen, printed at the end of `pytest -s tests/kernels`."""
+"""Shared by the kernels' tests: the errors that were seen, printed at the end of `pytest -s tests/kernels`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What in a loaded model has to change so that the bits of a row depend on the row alone, given steps of a fixed size.
+"""Changes a loaded model so that the bits of a row depend on the row alone, given steps of a fixed size.
 
 A step of `ROWS` rows gives every product, norm and activation one shape; what is left are experts, which get as many
 rows as are routed to them, memory that is not aligned, the threads of a CPU, and what PyTorch allows a GPU to round.
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from batchjob.engine.model.packed_linear import PackedLinear
 from batchjob.errors import UnsupportedModelError
-from batchjob_kernels.attention.invariant_products import wide
+from batchjob_kernels.attention.invariant_products import all_threads
 
 # Rows of every product. A multiple of 64, so that whatever its width a block of rows is a whole number of the CPU's
 # vectors: two of 32 bfloat16 numbers is the most that PyTorch handles at a time.
@@ -41,7 +41,7 @@ def set_switches() -> None:
 
 @contextmanager
 def repeatable() -> Iterator[None]:
-    """Within it PyTorch adds in one order, and raises RuntimeError where an operation has no such form."""
+    """Makes PyTorch add in one order, or raise RuntimeError where an operation has no such form, for a while."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
@@ -50,7 +50,7 @@ def repeatable() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def make_deterministic(module: nn.Module) -> None:
+def make_invariant(module: nn.Module) -> None:
     """Changes a loaded and fused model in place, for forwards of `ROWS` rows each.
 
     Its linear layers from then on refuse a number of rows other than that of their first call. Raises
@@ -67,7 +67,7 @@ def make_deterministic(module: nn.Module) -> None:
                     f"{path} ({type(part).__name__}) has weights in three dimensions and does not dispatch through "
                     "Transformers' experts interface; it cannot run with --deterministic"
                 )
-            part.forward = MethodType(fixed_experts, part)
+            part.forward = MethodType(invariant_experts, part)
 
 
 def _align(module: nn.Module) -> None:
@@ -92,7 +92,7 @@ def _fix_rows(part: nn.Module, path: str) -> None:
                         f"{path} gets {rows} rows and had {seen[0]} before; a model whose products change their size "
                         "with the text cannot run with --deterministic"
                     )
-            with wide():
+            with all_threads():
                 return method(x, *args)
 
         return call
@@ -102,7 +102,7 @@ def _fix_rows(part: nn.Module, path: str) -> None:
             setattr(part, name, fixed(getattr(part, name)))
 
 
-def fixed_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def invariant_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """A forward for experts modules of Transformers' experts interface; its arguments are theirs.
 
     `hidden_states` [rows, hidden_size], `top_k_index` and `top_k_weights` [rows, k]. The rows of one expert are
@@ -135,6 +135,6 @@ def _expert(experts: Any, x: Tensor, index: int) -> Tensor:
 
 def _product(experts: Any, x: Tensor, name: str, index: int) -> Tensor:
     weight = getattr(experts, name)[index]
-    with wide():
+    with all_threads():
         out = x @ weight if experts.is_transposed else nn.functional.linear(x, weight)
     return out + getattr(experts, f"{name}_bias")[index] if experts.has_bias else out

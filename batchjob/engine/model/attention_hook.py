@@ -38,7 +38,7 @@ _NEUTRAL = frozenset({"position_ids", "use_cache", "output_router_logits", "outp
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """How one attention module called the function: what the load check looks at."""
+    """The arguments with which one attention module called the function, for the load check."""
 
     module: nn.Module
     num_heads: int
@@ -64,8 +64,8 @@ class StepContext:
     _query_scales: dict[tuple[float, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def query_scale(self, cos: Tensor, beta: float, length: int) -> Tensor:
-        """What Ministral 3 multiplies its queries by, [num_tokens, 1, 1]: 1 before position `length`, then more with
-        each multiple of it. Made once per forward for all layers that are given the same `cos`."""
+        """The factor of Ministral 3's queries, [num_tokens, 1, 1]: 1 before position `length`, then more with each
+        multiple of it. Computed once per forward for all layers that are given the same `cos`."""
         known = self._query_scales.get((beta, length))
         if known is None or known[0] is not cos:
             assert self.positions is not None

@@ -1,4 +1,4 @@
-"""Which attention backend and which fused operations serve a model on a device."""
+"""Chooses the attention backend and the fused operations that serve a model on a device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchjob.engine.model.attention_hook import LayerCall
 from batchjob.errors import EngineError
 from batchjob_kernels import Requirements
 from batchjob_kernels.attention.select import Selection, select
-from batchjob_kernels.triton_kernels import available as triton_here
+from batchjob_kernels.triton_kernels import available
 
 
 def choose_backend(
@@ -39,8 +39,8 @@ def choose_backend(
 
 
 def fused_ops(device: torch.device, *, deterministic: bool) -> ModuleType | None:
-    """The operations that fused parts are made of on a GPU; None: those of the CPU, or none."""
-    if device.type != "cuda" or deterministic or triton_here.problem(device) is not None:
+    """The elementwise operations of fused parts on a GPU; None where the CPU's serve, or none."""
+    if device.type != "cuda" or deterministic or available.problem(device) is not None:
         return None
     from batchjob_kernels.ops import triton as triton_ops
 

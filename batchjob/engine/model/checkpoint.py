@@ -28,7 +28,7 @@ from batchjob.engine.model.attention_hook import ATTENTION_NAME, register
 from batchjob.errors import BatchJobError, EngineError, UnsupportedModelError
 from batchjob.models.weights import TensorPlace, locate_tensors
 
-# Buffers that older versions of Transformers saved with a model. They are made by its code and hold nothing learned.
+# Buffers that older versions of Transformers saved with a model. Its code computes them, and they hold nothing learned.
 _OLD_BUFFERS = re.compile(
     r"(^|\.)(attn|attention|self_attn)\.(masked_)?bias$|rotary_(pos_)?emb\.(inv_freq|cos_cached|sin_cached)$"
     r"|(^|\.)position_ids$|^rope_freqs\.weight$"
@@ -91,7 +91,7 @@ def check_checkpoint(path: Path, config: Any = None) -> None:
 
 
 def _own_memory(module: nn.Module) -> None:
-    """On a CPU a tensor of the checkpoint's own dtype is a view of the file; who writes into the file would change the
+    """On a CPU a tensor of the checkpoint's own dtype is a view of the file; a write into the file would change the
     model under the rows that run. One tensor at a time, so little more memory is needed than for the model."""
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data = tensor.data.clone()
@@ -161,7 +161,7 @@ def _filled(
 
 
 def report_problem(report: Mapping[str, Any], *, is_part: bool = False) -> str | None:
-    """What of Transformers' report on a load means that the model is not the checkpoint's, or None.
+    """The part of Transformers' report on a load that means that the model is not the checkpoint's, or None.
 
     Names that the model's class declares harmless are not in the report; those of old buffers are passed over,
     and with `is_part` those of what turns pictures and sound into embeddings.

@@ -43,7 +43,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2.0**-4, torch.float16: 2.0**
 
 @dataclass(slots=True, eq=False)
 class Recorded:
-    """What one part was given and what it gave."""
+    """The arguments and the result of one part."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -111,7 +111,7 @@ def _original(module: nn.Module, path: str) -> nn.Module | None:
 
 
 def _kinds(weight: Tensor, call_of: dict[int, LayerCall], ops: ModuleType | None) -> Kinds:
-    """In this order: attention takes over its fused norms, and a layer its fused attention and MLP."""
+    """The order matters: attention takes over its fused norms, and a layer its fused attention and MLP."""
     packs = ops is None
     if weight.dtype not in _TOLERANCE or (packs and not can_pack(weight)):
         return {}

@@ -30,7 +30,7 @@ class RMSNorm(nn.Module):
     """RMS norm over the last axis, by `ops.rms_norm`."""
 
     def __init__(self, norm: nn.Module, ops: ModuleType, *, offset: float = 0.0) -> None:
-        """From a module with a weight and an epsilon. `offset` is 1 where the weight is stored less one (Gemma)."""
+        """`norm` has a weight and an epsilon. `offset` is 1 where the weight is stored less one (Gemma)."""
         super().__init__()
         eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
         weight: nn.Parameter = norm.weight  # type: ignore[assignment]
@@ -119,7 +119,7 @@ class PagedAttention(nn.Module):
         return self.out(self.attend(hidden_states[0], position_embeddings, step))[None], None
 
     def attend(self, x: Tensor, position_embeddings: Any, step: StepContext | None) -> Tensor:
-        """Everything before the output product: [num_tokens, num_heads * head_dim]."""
+        """Attention without the output product: [num_tokens, num_heads * head_dim]."""
         assert step is not None
         cos, sin = position_embeddings
         q = self._ops.rotary_write(

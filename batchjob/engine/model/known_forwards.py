@@ -34,7 +34,8 @@ _NEUTRAL_DECORATORS = frozenset({"deprecate_kwarg", "use_kernel_forward_from_hub
 
 
 class Form(NamedTuple):
-    """What a definition computes, and when: `holds` says so for a module whose branches depend on its settings."""
+    """The name of a definition's meaning. It applies to the modules for which `holds` is true: the branches of
+    some depend on settings."""
 
     name: str
     holds: Callable[[Any], bool] = lambda module: True
@@ -107,7 +108,7 @@ def known_form(module: nn.Module) -> str | None:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether calling a module runs its class's `forward` and nothing more: no hook, and no other put in its place."""
+    """True where calling a module runs its class's `forward` and nothing more: no hook, and no other in its place."""
     call: Any = type(module).__call__
     is_own = call is nn.Module.__call__ or call.__module__ == "transformers.modeling_layers"  # gradient checkpoints
     return is_own and "forward" not in vars(module) and not (module._forward_hooks or module._forward_pre_hooks)
@@ -160,7 +161,7 @@ def _texts(function: Any, kind: type, seen: set[str]) -> Iterator[str]:
 
 
 def _unwrapped(function: Any) -> Any:
-    """The function below Transformers' own wrappers. Raises ValueError for another's: it may do anything."""
+    """The function below Transformers' own wrappers. Raises ValueError for a wrapper of another package."""
     import transformers
 
     root = str(Path(transformers.__file__).parent)

@@ -1,4 +1,4 @@
-"""Where the load check has to look, so that it reaches past every length at which a model changes.
+"""Positions and windows for the load check, so that it reaches past every length at which a model changes.
 
 A model may scale its queries beyond some position, change its rotary factors at its original length, or end its table
 of positions: so the check runs at positions around each such length too. What depends on the distance between two

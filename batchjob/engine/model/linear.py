@@ -1,4 +1,4 @@
-"""The products of fused layers: `PLAIN` by PyTorch, and what any other kind of linear layer has to give (`Linears`)."""
+"""The linear layers of fused parts: the interface of a kind of them (`Linears`), and `PLAIN`, PyTorch's own."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def prepare_model(
 
 @contextmanager
 def _refusing(name: str) -> Iterator[None]:
-    """Whatever a model raises while it is checked refuses it; a lack of memory is no fault of the model."""
+    """Any error that a model raises while it is checked refuses it; a lack of memory is no fault of the model."""
     try:
         yield
     except (BatchJobError, torch.OutOfMemoryError, MemoryError):
@@ -198,7 +198,7 @@ def _prepared(
 
 
 def _cause(module: nn.Module, expected: list[Tensor]) -> str:
-    """Why packed logits differ from the model's own, from position 0 on."""
+    """The reason why packed logits differ from the model's own, from position 0 on."""
     try:
         is_counted = logits_problem(expected, eager_logits(module, 0)) is None
     except TypeError:
@@ -229,7 +229,10 @@ def _check_windows(module: nn.Module, windows: set[int], packed: Callable[[], li
 
 
 def _watch_hidden_states(module: nn.Module) -> None:
-    """Steps that ask for it learn which of their tokens the model made no finite numbers of. Before parts are fused."""
+    """Makes steps that ask for it learn at which tokens the model gives numbers that are not finite.
+
+    To be called before parts are fused.
+    """
     ids = torch.arange(4, device=next(module.parameters()).device)
     called: list[nn.Module] = []
     # The base model, or where a model calls past it, the decoder within: the outermost one that gives hidden states.
@@ -249,13 +252,13 @@ def _watch_hidden_states(module: nn.Module) -> None:
     step = StepContext(watches=True)
     packed_forward(module, ids, ids, ids, step)
     if step.broken is None or len(step.broken) != len(ids):
-        raise UnsupportedModelError(f"{type(module).__name__} does not show its last hidden states to whoever looks")
+        raise UnsupportedModelError(f"{type(module).__name__} does not show its last hidden states to a hook")
 
 
 def _still_equal(expected: list[Tensor], packed: Callable[[], list[Tensor]]) -> bool:
     try:
         return logits_problem(expected, packed()) is None
-    except Exception:  # a fused part that another one reaches into; the caller goes on without any
+    except Exception:  # a fused part that another one reaches into; the caller continues without any
         logger.debug("fused parts", exc_info=True)
         return False
 

@@ -1,4 +1,4 @@
-"""What a freshly loaded model must show before it computes a row.
+"""Checks that a freshly loaded model must pass before it computes a row.
 
 With no mask registered, a feature that our attention does not see (a window, a bias, a layer that mixes tokens by
 itself) raises nothing: the output is just wrong. So the calls of every attention module are looked at, and then two
@@ -203,7 +203,7 @@ def packed_logits(
 
 
 def logits_problem(expected: list[Tensor], actual: list[Tensor]) -> str | None:
-    """What is wrong with the packed logits, or None."""
+    """The difference between packed logits and the model's own, in words; None where they are equal."""
     for own, packed in zip(expected, actual, strict=True):
         limit = _TOLERANCE[own.dtype] * float(own.abs().max())
         difference = float((own - packed).abs().max())

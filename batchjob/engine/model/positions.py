@@ -1,4 +1,4 @@
-"""How a model is told the positions of a packed step's tokens.
+"""Gives a model the positions of a packed step's tokens.
 
 Most take `position_ids`. Decoders in the manner of BART do not: they have a table of positions, a module whose forward
 counts from the length of the cache unless it is given positions. Packed, such counting would be wrong, so the positions

@@ -63,7 +63,7 @@ def paged_attention(
 
 
 def refusal(need: Requirements) -> str | None:
-    """Why it cannot serve this need, or None."""
+    """The reason why it cannot serve this need, or None."""
     if need.device.type != "cuda":
         return "varlen_attn runs on CUDA devices only"
     problem = _missing()

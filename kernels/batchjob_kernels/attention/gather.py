@@ -1,5 +1,5 @@
 """Paged attention in PyTorch at speed: blocks are gathered into dense keys and values, which PyTorch's own attention
-reads. Decode rows go in groups of about one length; blocks that many rows share are read once (`pieces`).
+reads. Decode rows go in groups of about one length; blocks that many rows share are read once (`gather_pieces`).
 
 Two results over disjoint keys, each with the log-sum-exp of its scores, merge exactly (Milakov and Gimelshein, 2018,
 "Online normalizer calculation for softmax"; as cascade inference in FlashInfer). A sink is one more such result.
@@ -64,7 +64,7 @@ def paged_attention(
 
 
 def refusal(need: Requirements) -> str | None:
-    """Why it cannot serve this need, or None."""
+    """The reason why it cannot serve this need, or None."""
     if need.kv_dtype != need.dtype:
         return f"it reads keys and values of the queries' type only, not {need.kv_dtype}"
     if need.deterministic:

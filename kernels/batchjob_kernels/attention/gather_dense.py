@@ -58,7 +58,7 @@ def attend_decode(
 
 
 def _log_sum_exp(scores: Tensor, weights: Tensor) -> Tensor:
-    """Of the last axis, given its softmax: the largest weight is exp(largest score - log-sum-exp)."""
+    """The log-sum-exp over the last axis, given its softmax: the largest weight is exp(largest score - log-sum-exp)."""
     return scores.amax(-1) - weights.amax(-1).log_()
 
 

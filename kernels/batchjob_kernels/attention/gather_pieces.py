@@ -129,7 +129,7 @@ class _Cutter:
         return Piece(start, start + query_len, 0, len(key), self._tiles_of(row, kv_len), mask)
 
     def _tiles_of(self, row: int, stop: int) -> Tensor:
-        """Of the sequence's own blocks up to position `stop`."""
+        """The tiles of the sequence's own blocks up to position `stop`."""
         return self._tiles(self.meta.block_table[row, self.first[row] : -(-stop // self.meta.block_size)][None])
 
     def _tiles(self, blocks: Tensor) -> Tensor:

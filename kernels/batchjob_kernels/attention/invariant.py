@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchjob_kernels.attention.invariant_products import alone, bmm
+from batchjob_kernels.attention.invariant_products import bmm, single_thread
 from batchjob_kernels.attention.meta import AttnMeta, Requirements
 from batchjob_kernels.attention.store import kv_rows, read_rows, store_kv
 
@@ -30,7 +30,7 @@ _TILES_PER_PRODUCT = {"cpu": 8, "cuda": 64}
 
 
 def refusal(need: Requirements) -> str | None:
-    """Why this backend cannot serve `need`, for a person; None: it can."""
+    """The reason why it cannot serve this need, or None."""
     if need.device.type not in _TILES_PER_PRODUCT:
         return f"the invariant backend runs on a CPU or a CUDA device, not on {need.device.type!r}"
     return None
@@ -57,7 +57,7 @@ def paged_attention(
     plan = _plan(meta, window, q.device)
     out = q.new_empty(plan.num_places, *q.shape[1:], dtype=torch.float32)
     tiles = torch.zeros_like(out).index_copy_(0, plan.places, q.float())
-    with alone():
+    with single_thread():
         for index, group in enumerate(plan.groups):
             span = slice(index * plan.places_per_group, (index + 1) * plan.places_per_group)
             out[span] = _attend(tiles[span], cache, meta, group, num_kv_heads, scale, softcap, sinks)
@@ -66,7 +66,7 @@ def paged_attention(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chunk:
-    """What each tile of a group reads next."""
+    """The keys and values that each tile of a group reads next."""
 
     block: Tensor  # int64 [tiles, CHUNK]: where the keys and values lie
     offset: Tensor  # int64 [tiles, CHUNK], within the block
@@ -135,7 +135,8 @@ def _chunks(
     window: int | None,
     device: torch.device,
 ) -> list[_Chunk]:
-    """By tile: the sequence, the first position, the first chunk and how many. A tile that has no more hides all."""
+    """The chunks of one group. The lists give, by tile: the sequence, the first position, the first chunk and how many
+    chunks. A tile that has no more hides all keys."""
     table = meta.block_table
     if meta.device_lens is not None:
         table = table[meta.device_lens.table_rows.long()]

@@ -1,4 +1,4 @@
-"""Who computes what on a CPU where no bit may depend on a row's place: products on all threads, the rest on one.
+"""Threads of a CPU where no bit may depend on a row's place: products have all of them, the rest has one.
 
 PyTorch's vectorised loops treat what is left over at the end of a thread's share by another, scalar function, which for
 some operations (silu, gelu, sigmoid, ...) differs in the last bit. A thread's share ends anywhere in a row. With one
@@ -14,12 +14,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-_threads_of_products: list[int] = []  # one entry per `alone` that is open
+_threads_of_products: list[int] = []  # one entry per `single_thread` that is open
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """Within it PyTorch has one thread on the CPU, except in `wide`. Not for use from several threads at once."""
+def single_thread() -> Iterator[None]:
+    """Gives PyTorch one thread on the CPU, except in `all_threads`. Not for use from several threads at once."""
     threads = torch.get_num_threads()
     _threads_of_products.append(threads)
     torch.set_num_threads(1)
@@ -31,8 +31,8 @@ def alone() -> Iterator[None]:
 
 
 @contextmanager
-def wide() -> Iterator[None]:
-    """Within it PyTorch has the threads back that it had before `alone`; without effect outside of `alone`."""
+def all_threads() -> Iterator[None]:
+    """Gives PyTorch the threads back that it had before `single_thread`; without effect outside of that."""
     before = torch.get_num_threads()
     threads = _threads_of_products[0] if _threads_of_products else before
     if threads == before:
@@ -47,5 +47,5 @@ def wide() -> Iterator[None]:
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:
     """`torch.bmm` on all threads: [batch, n, k] and [batch, k, m] -> [batch, n, m]."""
-    with wide():
+    with all_threads():
         return torch.bmm(a, b)

@@ -37,14 +37,14 @@ class DeviceLens:
 
     @classmethod
     def of(cls, query_lens: list[int], kv_lens: list[int], table_rows: list[int], device: torch.device) -> DeviceLens:
-        """From lists, for which the host waits: for tests and checks."""
+        """Copies lists to the device, for which the host waits: for tests and checks."""
         lists = [0, *accumulate(query_lens)], kv_lens, table_rows
         return cls(*(torch.tensor(values, dtype=torch.int32, device=device) for values in lists))
 
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """What a model, a device and a job ask of a backend; its `refusal` says what it lacks."""
+    """The needs of a model, a device and a job that a backend serves, or names in its `refusal`."""
 
     device: torch.device
     capability: tuple[int, int] | None  # compute capability of a CUDA device

@@ -69,5 +69,5 @@ def paged_attention(
 
 
 def refusal(need: Requirements) -> str | None:
-    """Why it cannot serve this need, or None."""
+    """The reason why it cannot serve this need, or None."""
     return "its products have other shapes with other rows in the step" if need.deterministic else None

@@ -11,7 +11,7 @@ from torch import Tensor
 from batchjob_kernels.attention.meta import AttnMeta, Requirements
 from batchjob_kernels.triton_kernels import attention_plan as plans
 from batchjob_kernels.triton_kernels import attention_shapes as shapes
-from batchjob_kernels.triton_kernels import available as triton_here
+from batchjob_kernels.triton_kernels import available
 
 USES_DEVICE_LENS = True
 COMPILED_FOR_BLOCK_SIZE = True
@@ -22,8 +22,8 @@ MAX_GROUP = 64
 
 
 def refusal(need: Requirements) -> str | None:
-    """Why these kernels cannot serve this need, for a person; None: they can."""
-    missing = triton_here.problem(need.device)
+    """The reason why it cannot serve this need, or None."""
+    missing = available.problem(need.device)
     if missing is not None:
         return missing
     if need.device.type == "cuda" and (need.capability is None or need.capability < (8, 0)):

@@ -1,1 +1,1 @@
-"""Norm, activation and rotary operations of the fused layers: in PyTorch, and as Triton kernels."""
+"""Norm, activation and rotary operations of the fused layers: the reference, for a CPU, and as Triton kernels."""

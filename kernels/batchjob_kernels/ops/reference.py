@@ -1,6 +1,6 @@
 """The elementwise operations of a decoder layer in plain PyTorch, for any device and dtype. The specification.
 
-All of them compute in float32 and round once, to the dtype of their input. `triton_ops` has the same functions.
+All of them compute in float32 and round once, to the dtype of their input. `triton` and `cpu` have the same functions.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def rotary_write(
     offset: float = 0.0,
     rotary_dim: int | None = None,
 ) -> Tensor:
-    """From the merged product of a step to queries that can be attended with: returns q [n, num_heads, head_dim].
+    """Rotates queries and keys of a step's merged product, stores keys and values, returns q [n, num_heads, head_dim].
 
     `qkv` is [n, num_heads + 2 * num_kv_heads, head_dim]: query heads, then keys, then values. Queries and keys get an
     RMS norm per head where `q_norm` or `k_norm` [head_dim] is given (Qwen3), and are then rotated (Su et al., 2021,

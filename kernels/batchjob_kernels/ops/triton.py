@@ -1,4 +1,4 @@
-"""The elementwise operations of a decoder layer as Triton kernels, one launch each. As `reference_ops`, on a GPU.
+"""The elementwise operations of a decoder layer as Triton kernels, one launch each. As `reference`, on a GPU.
 
 Inputs may be float16, bfloat16 or float32; they are made contiguous where they are not. Nothing here waits for the
 device, and no launch depends on what is in a tensor, so all of it can be captured in a CUDA graph.
@@ -19,14 +19,14 @@ from batchjob_kernels.triton_kernels import rotary as rotary_kernels
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
-    """As `reference_ops.rms_norm`."""
+    """As `reference.rms_norm`."""
     return _rms_norm(x.contiguous(), None, weight, eps, offset)[0]
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """As `reference_ops.add_rms_norm`."""
+    """As `reference.add_rms_norm`."""
     return _rms_norm(x.contiguous(), residual.contiguous(), weight, eps, offset)
 
 
@@ -52,7 +52,7 @@ def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, of
 
 
 def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
-    """As `reference_ops.act_and_mul`."""
+    """As `reference.act_and_mul`."""
     if activation not in ACTIVATIONS:
         raise KeyError(activation)
     gate_up = gate_up.contiguous()
@@ -67,7 +67,7 @@ def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def head_order(head_dim: int) -> Tensor | None:
-    """As `reference_ops.head_order`."""
+    """As `reference.head_order`."""
     return None
 
 
@@ -85,7 +85,7 @@ def rotary_write(
     offset: float = 0.0,
     rotary_dim: int | None = None,
 ) -> Tensor:
-    """As `reference_ops.rotary_write`."""
+    """As `reference.rotary_write`."""
     qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
     num_tokens, all_heads, head_dim = qkv.shape
     rotary_dim = cos.shape[1] if rotary_dim is None else rotary_dim

@@ -1,8 +1,8 @@
 """Sampling on a GPU by Triton kernels: greedy argmax, draw, filters, penalties and the stop check.
 
-`settings` is the table of `sampling_layout`, int32 [slots, WIDTH]; `slots` [n] are the rows of it that this batch has,
-`num_output_tokens` [n] how many tokens each has made, both int32 or int64. Nothing waits for the device, and no launch
-depends on what is in a tensor, so all of it can be captured in a CUDA graph.
+`settings` is the table of `settings_table`, int32 [slots, WIDTH]; `slots` [n] are the rows of it that this batch has,
+`num_output_tokens` [n] how many tokens each has generated, both int32 or int64. Nothing waits for the device, and no
+launch depends on what is in a tensor, so all of it can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def penalise(logits: Tensor, settings: Tensor, counts: Tensor, slots: Tensor) ->
 
 
 def ended(tokens: Tensor, settings: Tensor, stops: Tensor, slots: Tensor, num_output_tokens: Tensor) -> Tensor:
-    """Whether `tokens` int64 [n], each after `num_output_tokens` others, end their rows; bool [n].
+    """Checks which of `tokens` int64 [n], each after `num_output_tokens` others, end their rows; bool [n].
 
     By a stop token of `stops` int32 [slots, width] once min_tokens are out, by length, or as -1.
     """

@@ -1,4 +1,4 @@
-"""What the ahead-of-time check (`python -m batchjob_kernels.aot`) compiles of each module: its list `AOT`."""
+"""`AotCase`: what a module of kernels names in its list `AOT`, for `python -m batchjob_kernels.aot` to compile."""
 
 from __future__ import annotations
 

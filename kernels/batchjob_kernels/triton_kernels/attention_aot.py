@@ -1,4 +1,4 @@
-"""The uses of the attention kernel to compile ahead of time: what `triton_backend` launches for common models."""
+"""The uses of the attention kernel to compile ahead of time: what `attention.triton` launches for common models."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the launches of one step need beside the tensors of a layer: worked out once per step, from the host's lists,
-and sent to the device in one transfer."""
+"""Lengths, tiles and contexts that the launches of one step need: worked out once per step, from the host's lists, and
+sent to the device in one transfer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_PARTIAL_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What decides about launches beside the step: the same for all layers of one shape."""
+    """The shape of a layer's attention, which decides about launches beside the step."""
 
     num_kv_heads: int
     group: int
@@ -116,7 +116,7 @@ def _make(meta: AttnMeta, use: Use, device: torch.device) -> Plan:
 
 
 def _kind(rows: Tensor, is_decode: bool, deterministic: bool) -> shapes.Kind:
-    """What the step mostly is; `rows` are the query rows per sequence and KV head."""
+    """The kind of most of the step; `rows` are the query rows per sequence and KV head."""
     if deterministic:
         return "deterministic"
     if is_decode:

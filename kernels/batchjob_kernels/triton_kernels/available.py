@@ -1,4 +1,4 @@
-"""Whether Triton's kernels can run on a device of this machine: `problem(device)`."""
+"""`problem(device)`: the reason why Triton's kernels cannot run on a device of this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def problem(device: torch.device) -> str | None:
-    """Why they cannot, for a person; None: they can. Compute capability is not looked at."""
+    """The reason, for a person; None where they can. Compute capability is not looked at."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (PyTorch's CUDA builds bring it)"
     if device.type == "cuda":

@@ -56,7 +56,7 @@ def merge_kernel(
 
 
 def parts_at_once(num_parts: int, head_dim: int) -> int:
-    """How many parts a program reads together: about 2,048 numbers, 16 per thread of four warps."""
+    """The number of parts that a program reads together: about 2,048 numbers, 16 per thread of four warps."""
     return max(1, min(triton.next_power_of_2(num_parts), 2048 // triton.next_power_of_2(head_dim)))
 
 

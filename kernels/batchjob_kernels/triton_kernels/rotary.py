@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""From the merged product of a step to its queries and its part of the KV cache, in one pass over the product:
+"""Makes queries and a step's part of the KV cache from its merged product, in one pass over the product:
 RMS norm per head of queries and keys, rotation, and the write of keys and values.
 
 A program takes a few heads of one token, whatever they are: queries, keys and values lie side by side in the product.

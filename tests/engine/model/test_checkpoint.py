@@ -1,4 +1,4 @@
-"""What is loaded is the checkpoint, all of it and nothing else, or the load is refused with the names."""
+"""A load gives the checkpoint, all of it and nothing else, or the load is refused with the names."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ def test_a_helper_that_was_swapped_makes_a_definition_unknown(monkeypatch: pytes
     definition.cache_clear()
     assert definition(attention) == before
     assert before not in found
-    assert None in found, "a wrapper of somebody else may do anything"
+    assert None in found, "a wrapper of another package may do anything"
 
 
 def test_a_part_with_a_hook_is_not_known() -> None:

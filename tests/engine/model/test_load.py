@@ -1,4 +1,4 @@
-"""What the loader refuses, and that it says by name what the model needs."""
+"""The loader's refusals, and that it says by name what the model needs."""
 
 from __future__ import annotations
 

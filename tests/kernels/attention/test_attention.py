@@ -49,7 +49,7 @@ class Step:
 
 
 def on_its_device(step: Step, backend: ModuleType) -> Step:
-    """A copy where the backend runs, its plans not yet made."""
+    """A copy where the backend runs, its memo empty."""
     device = DEVICE if backend is triton else "cpu"
     table, slot_mapping = step.meta.block_table.to(device), step.meta.slot_mapping.to(device)
     meta = replace(step.meta, block_table=table, slot_mapping=slot_mapping, memo={})

@@ -1,4 +1,4 @@
-"""The fixed backend: right, and the same bits however a sequence is cut into steps and whatever shares them."""
+"""The invariant backend: right, and the same bits however a sequence is cut into steps and whatever shares them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from batchjob_kernels import AttnMeta, DeviceLens, Requirements
-from batchjob_kernels.attention import gather, reference
-from batchjob_kernels.attention import invariant as fixed
-from batchjob_kernels.attention.invariant_products import alone, bmm, wide
+from batchjob_kernels.attention import gather, invariant, reference
+from batchjob_kernels.attention.invariant_products import all_threads, bmm, single_thread
 
 NUM_KV_HEADS, GROUP, HEAD_DIM = 2, 3, 16
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -72,7 +71,7 @@ class Paged:
             block_size=self.block_size,
         )
 
-    def step(self, parts: list[tuple[int, int, int]], backend: Any = fixed, **variant: Any) -> list[Tensor]:
+    def step(self, parts: list[tuple[int, int, int]], backend: Any = invariant, **variant: Any) -> list[Tensor]:
         """(sequence, start, stop) of each slice -> its output."""
         meta = self.meta(parts)
         q = torch.cat([self.seqs[row].q[start:stop] for row, start, stop in parts])
@@ -105,7 +104,7 @@ def test_equals_the_reference(name: str, variant: str, block_size: int) -> None:
     parts = [(row, start, stop) for row, (start, stop) in enumerate(STEPS[name])]
     expected, actual = (
         torch.cat(Paged(seqs, block_size=block_size).step(parts, backend, **VARIANTS[variant]))
-        for backend in (reference, fixed)
+        for backend in (reference, invariant)
     )
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
@@ -202,7 +201,7 @@ def test_lengths_on_the_device_are_understood() -> None:
     meta.block_table = paged.table.to(torch.int32)
     meta.device_lens = DeviceLens(*(torch.tensor(v, dtype=torch.int32) for v in ([0, 30, 50], [30, 20], [1, 0])))
     q = torch.cat((seqs[1].q, seqs[0].q))
-    assert same(fixed.paged_attention(q, None, paged.cache, meta, scale=0.3), expected)
+    assert same(invariant.paged_attention(q, None, paged.cache, meta, scale=0.3), expected)
 
 
 def test_numbers_that_are_not_finite_are_stored_as_zero() -> None:
@@ -210,7 +209,7 @@ def test_numbers_that_are_not_finite_are_stored_as_zero() -> None:
     seq.kv[2], seq.kv[3] = torch.nan, torch.inf
     paged = Paged([seq])
     meta = paged.meta([(0, 0, 6)])
-    fixed.write_kv(seq.kv, paged.cache, meta)
+    invariant.write_kv(seq.kv, paged.cache, meta)
     stored = paged.cache.permute(0, 3, 1, 2, 4).flatten(0, 1)[meta.slot_mapping]
     assert torch.equal(stored, torch.nan_to_num(seq.kv, posinf=0.0))
 
@@ -247,22 +246,22 @@ def test_refuses_devices_that_it_does_not_know() -> None:
         dims = frozenset({64})
         return Requirements(torch.device(device), None, torch.float32, torch.float32, dims, dims, 16)
 
-    assert fixed.refusal(need("cpu")) is None
-    assert fixed.refusal(need("cuda")) is None
-    assert "not on 'meta'" in str(fixed.refusal(need("meta")))
+    assert invariant.refusal(need("cpu")) is None
+    assert invariant.refusal(need("cuda")) is None
+    assert "not on 'meta'" in str(invariant.refusal(need("meta")))
 
 
 def test_threads_are_given_to_products_alone() -> None:
     torch.set_num_threads(2)
-    with alone():
+    with single_thread():
         assert torch.get_num_threads() == 1
-        with wide():
+        with all_threads():
             assert torch.get_num_threads() == 2
-            with alone():
+            with single_thread():
                 assert torch.get_num_threads() == 1
                 assert bmm(torch.ones(2, 3, 4), torch.ones(2, 4, 5)).shape == (2, 3, 5)
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 2
-    with pytest.raises(ValueError, match="planned"), alone(), wide():
+    with pytest.raises(ValueError, match="planned"), single_thread(), all_threads():
         raise ValueError("planned")
     assert torch.get_num_threads() == 2

@@ -1,4 +1,4 @@
-"""Which backend serves what, and that each says why it does not. `flash` with PyTorch's function played in PyTorch."""
+"""The choice of a backend, and the reasons of those that refuse. `flash` with PyTorch's function played in PyTorch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchjob.spec import ATTENTION_BACKENDS
 from batchjob_kernels import AttnMeta, DeviceLens, Requirements
 from batchjob_kernels.attention import flash, reference
 from batchjob_kernels.attention.select import BACKENDS, backend, select
-from batchjob_kernels.triton_kernels import available as triton_here
+from batchjob_kernels.triton_kernels import available
 
 CPU = Requirements(
     device=torch.device("cpu"),
@@ -50,7 +50,7 @@ def test_what_was_passed_over_is_named_with_its_reason() -> None:
 
 
 def test_a_gpu_without_a_compiler_for_triton_still_has_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_here, "problem", lambda device: "no C compiler")
+    monkeypatch.setattr(available, "problem", lambda device: "no C compiler")
     need = replace(H200, block_size=16)
     assert select("auto", need).name == "gather"
     assert "not triton: no C compiler" in select("auto", need).reason

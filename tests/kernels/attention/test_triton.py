@@ -17,8 +17,11 @@ triton = pytest.importorskip("triton")
 from batchjob_kernels import AttnMeta, Context, DeviceLens, Requirements  # noqa: E402
 from batchjob_kernels.attention import reference  # noqa: E402
 from batchjob_kernels.attention import triton as backend  # noqa: E402
-from batchjob_kernels.triton_kernels import attention_plan, attention_shapes  # noqa: E402
-from batchjob_kernels.triton_kernels import available as triton_here  # noqa: E402
+from batchjob_kernels.triton_kernels import (  # noqa: E402
+    attention_plan,
+    attention_shapes,
+    available,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FP8 = torch.float8_e4m3fn
@@ -433,7 +436,7 @@ def test_says_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     assert "need a CUDA device" in str(backend.refusal(on_cpu))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(triton_here, "_driver_problem", triton_here._driver_problem.__wrapped__)
+    monkeypatch.setattr(available, "_driver_problem", available._driver_problem.__wrapped__)
     monkeypatch.setattr(triton.runtime, "driver", NoCompiler())
     assert "needs a C compiler and Python's header files: Failed to find one" in str(backend.refusal(need()))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

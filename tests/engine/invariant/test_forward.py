@@ -19,8 +19,8 @@ from batchjob.core.blocks import BlockPool
 from batchjob.core.scheduler import Scheduler
 from batchjob.core.step_plan import StepPlan
 from batchjob.engine.config import EngineConfig
-from batchjob.engine.invariant.fixed_rows import ROWS, FixedRows
-from batchjob.engine.invariant.parts import fixed_experts, repeatable
+from batchjob.engine.invariant.forward import ROWS, InvariantForward
+from batchjob.engine.invariant.parts import invariant_experts, repeatable
 from batchjob.engine.kv_cache import KVCache
 from batchjob.engine.model.attention_hook import ATTENTION_NAME, StepContext, register
 from batchjob.engine.model.load import LoadedModel, load_model, prepare_model
@@ -29,8 +29,7 @@ from batchjob.errors import UnsupportedModelError
 from batchjob.records import Request
 from batchjob.sampling import SamplingParams
 from batchjob_kernels import AttnMeta, DeviceLens
-from batchjob_kernels.attention import gather
-from batchjob_kernels.attention import invariant as fixed
+from batchjob_kernels.attention import gather, invariant
 from batchjob_kernels.attention.select import Selection
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -45,13 +44,13 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def load(model: Any, backend: ModuleType = fixed, *, use_fused: bool = True) -> LoadedModel:
+def load(model: Any, backend: ModuleType = invariant, *, use_fused: bool = True) -> LoadedModel:
     register()
     model.set_attn_implementation(ATTENTION_NAME)
     loaded = prepare_model(
         model,
         max_model_len=MAX_LEN,
-        choose_backend=lambda _: Selection("fixed", backend, "asked for"),
+        choose_backend=lambda _: Selection("invariant", backend, "asked for"),
         block_size=16,
         use_fused=use_fused,
     )
@@ -60,9 +59,9 @@ def load(model: Any, backend: ModuleType = fixed, *, use_fused: bool = True) -> 
 
 
 @cache
-def fixed_rows(family: str, dtype: str) -> tuple[LoadedModel, Forward]:
+def invariant_forward(family: str, dtype: str) -> tuple[LoadedModel, Forward]:
     model = load(build(*FAMILIES[family]).to(DTYPES[dtype]))
-    return model, FixedRows(model, fixed).forward
+    return model, InvariantForward(model, invariant).forward
 
 
 def prompts(lengths: tuple[int, ...] = (15, 1, 6, 70, 12, 140), vocab_size: int = 96) -> list[list[int]]:
@@ -86,7 +85,7 @@ class Steps:
         forward: Forward,
         rows: list[list[int]],
         *,
-        backend: ModuleType = fixed,
+        backend: ModuleType = invariant,
         block_size: int = 4,
         seed: int = 0,
     ) -> None:
@@ -162,7 +161,7 @@ def models(always: set[tuple[str, str]]) -> Any:
 
 @models(_ALWAYS)
 def test_prefill_and_decode_agree_at_every_chunk_boundary(family: str, dtype: str) -> None:
-    model, forward = fixed_rows(family, dtype)
+    model, forward = invariant_forward(family, dtype)
     length = 2 * WINDOW - 1
     rows = prompts((length,))
     whole = Steps(model, forward, rows).whole(0)
@@ -175,7 +174,7 @@ def test_prefill_and_decode_agree_at_every_chunk_boundary(family: str, dtype: st
 
 @models(_ALWAYS)
 def test_a_long_prompt_agrees_across_blocks_of_rows_and_chunks_of_keys(family: str, dtype: str) -> None:
-    model, forward = fixed_rows(family, dtype)
+    model, forward = invariant_forward(family, dtype)
     rows = prompts((140,))
     whole = Steps(model, forward, rows).whole(0)
     for cut in (ROWS - 1, ROWS, ROWS + 1, 127, 128, 129):
@@ -188,7 +187,7 @@ def test_a_long_prompt_agrees_across_blocks_of_rows_and_chunks_of_keys(family: s
 
 @models(_ALWAYS)
 def test_what_else_is_in_a_step_and_in_which_order_changes_no_bit(family: str, dtype: str) -> None:
-    model, forward = fixed_rows(family, dtype)
+    model, forward = invariant_forward(family, dtype)
     rows = prompts()
     expected = [Steps(model, forward, [row]).whole(0) for row in rows]
     rng = random.Random(family)
@@ -216,7 +215,7 @@ class Recorder:
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 64
     prefix_caching: bool = True
-    backend: ModuleType = fixed
+    backend: ModuleType = invariant
     logits: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     num_preemptions: int = 0
@@ -252,7 +251,7 @@ class Recorder:
             for position, logits in zip(range(piece.start, piece.stop), out, strict=True):
                 key = piece.seq.request.row_index, position
                 # Computed again after a preemption: the same bits as the first time.
-                assert key not in self.logits or same(self.logits[key], logits) or self.backend is not fixed
+                assert key not in self.logits or same(self.logits[key], logits) or self.backend is not invariant
                 self.logits[key] = logits
         return [int(outs[at][-1].argmax()) for at in plan.sampled_at]
 
@@ -270,16 +269,18 @@ LIMITS: list[dict[str, Any]] = [
 
 @models({("llama", "float32"), ("gpt_oss", "bfloat16"), ("qwen3_moe", "float32")})
 def test_batch_limits_and_preemption_change_no_bit(family: str, dtype: str) -> None:
-    model, forward = fixed_rows(family, dtype)
+    model, forward = invariant_forward(family, dtype)
     first, *others = [Recorder(model, forward, **limits).run() for limits in LIMITS]
     assert others[-1].num_preemptions > 0
     assert len(others[-1].logits) == sum(len(row) + NUM_OUTPUT - 1 for row in prompts())
     assert all(first.agrees(other) for other in others)
 
 
-@pytest.mark.parametrize(("backend", "use_fused"), [(gather, True), (fixed, False)], ids=["all of it", "rows alone"])
+@pytest.mark.parametrize(
+    ("backend", "use_fused"), [(gather, True), (invariant, False)], ids=["all of it", "rows alone"]
+)
 def test_without_the_mode_bits_do_differ(backend: ModuleType, use_fused: bool) -> None:
-    """Otherwise the tests above would show nothing. The fixed backend alone is not enough either."""
+    """Otherwise the tests above would show nothing. The invariant backend alone is not enough either."""
     model = load(build(*FAMILIES["llama"]), backend, use_fused=use_fused)
     rows = prompts((15,))
     whole = Steps(model, model.forward, rows, backend=backend).whole(0)
@@ -290,7 +291,7 @@ def test_without_the_mode_bits_do_differ(backend: ModuleType, use_fused: bool) -
 
 
 def test_logits_are_those_of_the_rows_to_keep_in_their_order() -> None:
-    model, forward = fixed_rows("llama", "float32")
+    model, forward = invariant_forward("llama", "float32")
     rows = prompts()
     steps = Steps(model, forward, rows)
     parts = [(row, 0, len(rows[row])) for row in (3, 0, 5)]
@@ -308,7 +309,7 @@ def test_logits_are_those_of_the_rows_to_keep_in_their_order() -> None:
 
 
 def test_lengths_on_the_device_are_understood() -> None:
-    model, forward = fixed_rows("llama", "float32")
+    model, forward = invariant_forward("llama", "float32")
     steps = Steps(model, forward, prompts())
     parts = [(steps.rows[row], 0, len(steps.rows[row]), steps.table[row].tolist()) for row in (3, 0, 5)]
     expected = torch.cat(run_step(steps, parts))
@@ -324,14 +325,14 @@ def test_experts_equal_transformers_own(family: str) -> None:
     weights, index = torch.rand(50, 4, generator=generator).topk(2)
     with torch.inference_mode():
         expected = experts(x, index, weights)
-        torch.testing.assert_close(fixed_experts(experts, x, index, weights), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(invariant_experts(experts, x, index, weights), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("num_threads", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_threads_change_nothing_about_it(num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     model = load(build(*FAMILIES["llama"]), use_fused=False)
-    forward = FixedRows(model, fixed).forward
+    forward = InvariantForward(model, invariant).forward
     rows = prompts((5,))
     whole = Steps(model, forward, rows).whole(0)
     steps = Steps(model, forward, rows)
@@ -348,12 +349,12 @@ def test_a_part_that_follows_a_rows_place_is_refused() -> None:
 
     norm.forward = MethodType(forward, norm)  # type: ignore[union-attr]
     with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM on cpu with 1 threads .* row's place"):
-        FixedRows(model, fixed)
+        InvariantForward(model, invariant)
 
 
 def test_an_attention_that_follows_the_step_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="depend on a row's neighbours"):
-        FixedRows(load(build(*FAMILIES["llama"]), gather), gather)
+        InvariantForward(load(build(*FAMILIES["llama"]), gather), gather)
 
 
 def test_products_that_change_their_size_are_refused() -> None:
@@ -369,14 +370,14 @@ def test_products_that_change_their_size_are_refused() -> None:
 
     mlp.forward = MethodType(forward, mlp)  # type: ignore[union-attr]
     with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp\.gate_proj gets \d+ rows and had \d+ before"):
-        FixedRows(model, fixed)
+        InvariantForward(model, invariant)
 
 
 def test_experts_of_an_unknown_form_are_refused() -> None:
     model = load(build(*FAMILIES["llama"]), use_fused=False)
     model.module.model.layers[0].mlp.weights = nn.Parameter(torch.zeros(2, 3, 4))  # type: ignore[union-attr, index]
     with pytest.raises(UnsupportedModelError, match=r"layers\.0\.mlp .*experts interface"):
-        FixedRows(model, fixed)
+        InvariantForward(model, invariant)
 
 
 def test_an_operation_without_a_fixed_order_is_refused() -> None:
@@ -390,7 +391,7 @@ def test_an_operation_without_a_fixed_order_is_refused() -> None:
 
     norm.forward = MethodType(forward, norm)  # type: ignore[union-attr]
     with pytest.raises(UnsupportedModelError, match="cannot run with --deterministic: put_ does not have"):
-        FixedRows(model, fixed)
+        InvariantForward(model, invariant)
     with repeatable():
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
@@ -436,7 +437,7 @@ def test_a_real_model_gives_the_same_bits(smollm2: Path) -> None:
         dtype=torch.float32,
         device=torch.device("cpu"),
         max_model_len=MAX_LEN,
-        choose_backend=lambda _: Selection("fixed", fixed, "asked for"),
+        choose_backend=lambda _: Selection("invariant", invariant, "asked for"),
         block_size=16,
     )
     rows = prompts((20, 17, 9), vocab_size=model.vocab_size)
@@ -445,7 +446,7 @@ def test_a_real_model_gives_the_same_bits(smollm2: Path) -> None:
     decoded = ordinary.step([(0, 19, 20)])[0]
     torch.testing.assert_close(decoded[0], whole[-1], atol=1e-3, rtol=1e-3)
     assert not same(decoded[0], whole[-1]), "without the mode, bits do differ"
-    forward = FixedRows(model, fixed).forward
+    forward = InvariantForward(model, invariant).forward
     whole = Steps(model, forward, rows).whole(0)
     steps = Steps(model, forward, rows, block_size=16)
     parts = [steps.step([(1, 0, 17), (0, 0, 18), (2, 0, 7)])[1]]

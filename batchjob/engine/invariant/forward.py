@@ -1,4 +1,4 @@
-"""`FixedRows`: computes a step so that a row's logits do not depend, in any bit, on what else the step holds.
+"""`InvariantForward`: computes a step so that a row's logits do not depend, in any bit, on what else the step holds.
 
 How a product is rounded follows its shape, and how an elementwise operation is rounded may follow where in memory a
 number lies. So a step is computed in blocks of exactly `ROWS` rows, one forward after the other, the last one padded:
@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from batchjob.engine.invariant.parts import ROWS, make_deterministic, repeatable, set_switches
+from batchjob.engine.invariant.parts import ROWS, make_invariant, repeatable, set_switches
 from batchjob.engine.kv_cache import KVCache
 from batchjob.engine.model.attention_hook import StepContext
 from batchjob.engine.model.checkpoint import described
@@ -24,14 +24,14 @@ from batchjob.engine.model.load import LoadedModel, packed_forward
 from batchjob.engine.model.load_check import logits_problem, packed_logits
 from batchjob.errors import UnsupportedModelError
 from batchjob_kernels import AttnMeta
-from batchjob_kernels.attention.invariant_products import alone
+from batchjob_kernels.attention.invariant_products import single_thread
 
-__all__ = ["ROWS", "FixedRows", "make_deterministic", "set_switches"]
+__all__ = ["ROWS", "InvariantForward", "make_invariant", "set_switches"]
 
 _PROOF_LEN = 2  # tokens of the sequence that the proof computes
 
 
-class FixedRows:
+class InvariantForward:
     """Takes a loaded model over: it must not be called directly afterwards."""
 
     def __init__(self, model: LoadedModel, backend: ModuleType, *, block_size: int = 16) -> None:
@@ -46,11 +46,11 @@ class FixedRows:
             return packed_logits(model.module, model.shapes, backend, packed_forward, block_size)
 
         expected = logits()
-        make_deterministic(model.module)
+        make_invariant(model.module)
         try:
             self._check(expected)
             self._prove()
-        except RuntimeError as error:  # of an operation that adds in no fixed order, or of a layer of another form
+        except RuntimeError as error:  # an operation that adds in no fixed order, or a layer of another form
             raise UnsupportedModelError(f"{model.name} cannot run with --deterministic: {described(error)}") from error
 
     @torch.inference_mode()
@@ -62,7 +62,7 @@ class FixedRows:
         parts: list[Tensor] = []
         order: list[int] = []  # rows of `parts`, as rows of the step
         broken: list[Tensor] = []
-        with alone(), repeatable():
+        with single_thread(), repeatable():
             for block in _blocks(step.meta, step.cache.null_block):
                 wanted = [row for row in kept if block.start <= row < block.stop]
                 # Logits of all rows or of none, so that they too are products of one shape.
@@ -80,7 +80,7 @@ class FixedRows:
         return torch.cat(parts)[[place[row] for row in kept]]
 
     def _check(self, expected: list[Tensor]) -> None:
-        """That the model, changed and in blocks, still gives what it gave. `expected` is from `packed_logits`."""
+        """Checks that the model, changed and in blocks, still gives what it gave, which is `expected`."""
 
         def forward(_: nn.Module, ids: Tensor, positions: Tensor, keep: Tensor, step: StepContext) -> Tensor:
             return self.forward(ids, positions, keep, step)
@@ -113,14 +113,14 @@ class FixedRows:
             spans = [(row, position, position + 1) for row in range(ROWS)]
             logits = self._run(cache, sequence[position].repeat(ROWS), spans, 1)
             if not _same(logits, logits[:1].expand_as(logits)):
-                raise UnsupportedModelError(self._not_fixed("row's place in a block"))
+                raise UnsupportedModelError(self._refusal("row's place in a block"))
             decoded.append(logits[:1])
         blocks = -(-before // size)
         spans = [(1, 0, before), (0, 0, _PROOF_LEN)]
         whole = self._run(cache, torch.cat((others[:before], sequence)), spans, blocks)
         last = self._run(cache, others[before - 1 : before], [(1, before - 1, before)], blocks)
         if not _same(whole[before - 1 :], torch.cat((last, *decoded))):
-            raise UnsupportedModelError(self._not_fixed("row's neighbours"))
+            raise UnsupportedModelError(self._refusal("row's neighbours"))
 
     def _run(self, cache: KVCache, ids: Tensor, spans: list[tuple[int, int, int]], blocks_per_seq: int) -> Tensor:
         """Logits of all rows of one step. A span: which run of `blocks_per_seq` blocks, first and last position + 1."""
@@ -141,10 +141,10 @@ class FixedRows:
         step = StepContext(meta, cache, self._backend)
         return self.forward(ids.to(device), torch.cat(positions).to(device), keep, step)
 
-    def _not_fixed(self, cause: str) -> str:
+    def _refusal(self, cause: str) -> str:
         where = f"on {self._device}"
         if self._device.type == "cpu":
-            where += f" with {torch.get_num_threads()} threads (another --num-threads may do)"
+            where += f" with {torch.get_num_threads()} threads (another OMP_NUM_THREADS may do)"
         return f"{self._model.name} {where} gives logits that depend on a {cause}; it cannot run with --deterministic"
 
 
