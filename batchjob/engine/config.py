@@ -29,7 +29,7 @@ class EngineConfig:
     eos_token_ids: tuple[int, ...] = ()  # end tokens of generation_config, config and tokenizer together
     unknown_token_ids: tuple[int, ...] = ()  # ids that the model has and its tokenizer has not: never drawn
     num_threads: int | None = None  # CPU threads of the engine; None leaves torch's choice, one per core
-    halvings: int = 0  # how often the limits, given or found, are halved: memory ran out with them before
+    memory_backoff: int = 0  # how often the limits, given or found, are halved: memory ran out with them before
     attention_backend: str = "auto"  # "auto" | a name of batchjob_kernels.attention.select.BACKENDS
     kv_cache_dtype: str = "auto"  # "auto" (that of the model) | "fp8"
     fuse: bool = True  # swap parts of the model for faster ones where they give the same
@@ -54,8 +54,8 @@ class EngineConfig:
         return cls(**{**values, **found})
 
     def halved(self, number: int, *, floor: int = 1) -> int:
-        """A limit after the halvings, but not below `floor` if it was above."""
-        return max(min(number, floor), number >> self.halvings)
+        """Returns a limit after `memory_backoff` halvings, but not below `floor` if it was above."""
+        return max(min(number, floor), number >> self.memory_backoff)
 
 
 @dataclass(frozen=True, slots=True)

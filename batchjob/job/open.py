@@ -139,7 +139,7 @@ def _create(spec: JobSpec, output: Path, echo: Echo, asked: JobSpec, check: Call
     source = prompt_source(spec, settings, planned.columns) if plan.num_rows else None
     clock = now()
     if source is not None:
-        from batchjob.job.first_rows import check_first_rows
+        from batchjob.prompts.first_rows import check_first_rows
         from batchjob.prompts.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer("fake" if settings.model is None else settings.model.path)

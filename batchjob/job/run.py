@@ -155,7 +155,7 @@ def _run_chunks(run: RunState, chunks: OwnChunks) -> None:
         if (warning := unknown_tokens_warning(settings, unknown)) is not None:
             echo(warning)
         backoff = observer.hints.memory_backoff
-        config = EngineConfig.of(spec, settings, unknown_token_ids=tuple(unknown), halvings=backoff)
+        config = EngineConfig.of(spec, settings, unknown_token_ids=tuple(unknown), memory_backoff=backoff)
         engine = create_engine(spec, settings.model, config, tokenizer, before_step=observer.before_step)
         stack.enter_context(closing(engine))
         if settings.model is not None:

@@ -16,12 +16,12 @@ from batchjob.errors import UsageError
 from batchjob.inputs.duplicates import MAX_EXAMPLES, DuplicateFinder
 from batchjob.inputs.planner import PlanResult, make_plan
 from batchjob.inputs.reader import InputReader
-from batchjob.job.first_rows import check_first_rows
 from batchjob.job.open import now, prompt_config, prompt_source
 from batchjob.job.settings import Settings, resolve_settings
 from batchjob.job.stop import time_limit
 from batchjob.prompts import PromptBuilder
 from batchjob.prompts.feeder import Feeder, FeederConfig, PromptFeeder
+from batchjob.prompts.first_rows import check_first_rows
 from batchjob.prompts.paths import look_up_or_none
 from batchjob.prompts.tokenizer import Tokenizer, load_tokenizer
 from batchjob.records import Prompt, Record

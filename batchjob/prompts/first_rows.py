@@ -20,7 +20,6 @@ from batchjob.prompts.paths import look_up_or_none
 from batchjob.prompts.source import CHAT_COLUMNS
 from batchjob.prompts.tokenizer import Tokenizer
 from batchjob.records import Record, RowError
-from batchjob.report.progress import counted
 from batchjob.sampling import PARAM_NAMES
 
 _ROWS = 100
@@ -49,8 +48,7 @@ def check_first_rows(
         if failures and len(failures) == num_rows:
             warnings += _look_at_more_rows(builder, rows, failures, columns)
         elif failures:
-            count = f"{len(failures)} of the first {counted(num_rows, 'row')}"
-            warnings.append(f"{count} cannot be run: {failures[0][0].message}")
+            warnings.append(f"{len(failures)} of {_first(num_rows)} cannot be run: {failures[0][0].message}")
     return [*warnings, *unused.warnings()]
 
 
@@ -77,7 +75,11 @@ def _look_at_more_rows(
         raise InputDataError(
             f"no row can be run, all {number:,} fail; the first: {message}{_remedy(failures[0][0])}. Columns: {listed}"
         )
-    return [f"the first {counted(len(failures), 'row')} cannot be run: {message}{_remedy(failures[0][0])}"]
+    return [f"{_first(len(failures))} cannot be run: {message}{_remedy(failures[0][0])}"]
+
+
+def _first(num_rows: int) -> str:
+    return "the first row" if num_rows == 1 else f"the first {num_rows} rows"
 
 
 def _remedy(error: RowError) -> str:
