@@ -65,10 +65,13 @@ class Progress:
         else:
             self._echo(self._line())
 
-    @property
-    def has_bar(self) -> bool:
-        """A bar stands on the last line of the terminal."""
-        return self._bar is not None
+    def clear(self) -> None:
+        """Takes the bar off the terminal's last line, until the next update."""
+        if self._bar is not None:
+            try:
+                self._bar.clear()
+            except (OSError, ValueError):
+                self._mode = "none"
 
     def _show(self) -> None:
         self._bar.set_postfix_str(self._speed(), refresh=False)

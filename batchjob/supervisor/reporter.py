@@ -32,8 +32,9 @@ class Reporter:
         self._ended: float | None = None
 
     def print(self, line: str) -> None:
-        """Prints a line, below the bar if there is one."""
-        self._echo(f"\n{line}" if self._progress is not None and self._progress.has_bar else line)
+        if self._progress is not None:
+            self._progress.clear()
+        self._echo(line)
 
     def labelled(self, replica: Replica, line: str) -> str:
         return line if len(self._names) == 1 else f"{replica.name}: {line}"
