@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # The words of the house: files at the top of the package that every room may use.
-WORDS = {"errors", "sampling", "spec", "records", "plan", "json_values", "notes", "child_process"}
+WORDS = {"errors", "sampling", "spec", "records", "plan", "json_values", "notes", "child_process", "cgroup"}
 
 # Room -> rooms that it may import beside the words. A room is a folder of batchjob/, or a file at its top.
 ARROWS: dict[str, set[str]] = {
@@ -47,6 +47,7 @@ WORD_ARROWS: dict[str, set[str]] = {
     "json_values": set(),
     "notes": set(),
     "child_process": set(),
+    "cgroup": set(),
     "sampling": {"errors"},
     "plan": {"errors"},
     "spec": {"errors", "sampling"},

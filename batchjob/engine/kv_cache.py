@@ -9,10 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from batchjob.cgroup import memory_groups
 from batchjob.errors import EngineError
 
 _SHARE_OF_FREE_MEMORY = 0.25  # of a CPU, which other programs use as well
-_CGROUP_ROOT = Path("/sys/fs/cgroup")
+# Files of a control group, by the version of its hierarchy.
+_LIMIT_AND_USED = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
 
 
 class LayerShape(NamedTuple):
@@ -25,8 +27,8 @@ class KVCache:
     (see batchjob_kernels.attention.meta).
 
     Zeroed once: what is masked is still read, and a NaN left in fresh memory would survive a multiplication by zero.
-    The last block, `null_block`, belongs to no sequence: block tables are padded with it, and rows that only fill up a
-    step write to it.
+    The last block, `null_block`, is nobody's: block tables are padded with it, and rows that only fill up a step write
+    to it.
     """
 
     def __init__(
@@ -63,8 +65,8 @@ def choose_num_blocks(
     max_useful_blocks: int,
     num_processes: int = 1,
 ) -> int:
-    """The number of blocks to allocate: what the user gave, else `available` bytes, else a share of the host's free
-    memory; never more than is useful. The host's memory is for `num_processes` that do the same.
+    """How many blocks to allocate: what the user gave, else `available` bytes, else a share of the host's free memory;
+    never more than is useful. The host's memory is for `num_processes` that do the same.
 
     Raises EngineError when not even one block fits.
     """
@@ -88,18 +90,11 @@ def available_memory() -> int:
 
 
 def _cgroup_headroom() -> list[int]:
-    """Bytes that the memory limits of this process's control groups, and of those above them, leave (a SLURM job has
-    one)."""
+    """Returns the bytes that the memory limits of this process's control groups, and of those above them, leave."""
     headroom = []
-    for controllers, path in _own_cgroups():
-        if controllers == "":
-            root, limit, used = _CGROUP_ROOT, "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            root, limit, used = _CGROUP_ROOT / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        group = root / path.lstrip("/")
-        for directory in [group, *group.parents]:
+    for group in memory_groups():
+        limit, used = _LIMIT_AND_USED[group.version]
+        for directory in [group.directory, *group.directory.parents]:
             try:
                 numbers = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
                 # File pages that were not used lately count as used, and can be had back.
@@ -108,15 +103,6 @@ def _cgroup_headroom() -> list[int]:
                 headroom.append(max(0, most - int((directory / used).read_text()) + reclaimable))
             except (OSError, ValueError):
                 pass
-            if directory == root:
+            if directory == group.root:
                 break
     return headroom
-
-
-def _own_cgroups() -> list[tuple[str, str]]:
-    """(controllers, path) of each hierarchy; version 2 has one, without a list of controllers."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    return [(controllers, path) for _, controllers, path in (line.split(":", 2) for line in lines)]

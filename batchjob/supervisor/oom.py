@@ -1,30 +1,20 @@
-"""Whether the kernel killed somebody because memory ran out: its counters only grow, so a kill in between shows."""
+"""Kills by the kernel's out-of-memory killer. Its counters only grow, so a kill between two readings shows."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from batchjob.cgroup import CGROUPS, PROC, memory_groups
 
-def num_memory_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Kills of the out-of-memory killer so far, in the whole machine and in our control group together; 0 where neither
-    can be seen. Good for comparing with later only."""
-    return sum(_field(path, "oom_kill") for path in [proc / "vmstat", *_event_files(proc, cgroups)])
+_EVENT_FILES = {1: "memory.oom_control", 2: "memory.events"}
 
 
-def _event_files(proc: Path, cgroups: Path) -> list[Path]:
-    """Of version 2 the events of our group, of version 1 the state of its memory controller."""
-    files = [cgroups / "memory.events"]  # the root of a container
-    try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        return files
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            files.append(cgroups / path.lstrip("/") / "memory.events")
-        elif "memory" in controllers.split(","):
-            files.append(cgroups / "memory" / path.lstrip("/") / "memory.oom_control")
-    return files
+def num_memory_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Returns the kills so far, in the whole machine and in this process's control groups together; 0 where neither can
+    be seen. Only the difference of two readings has a meaning."""
+    files = [proc / "vmstat", cgroups / "memory.events"]  # the second is of the root of a container
+    files += [group.directory / _EVENT_FILES[group.version] for group in memory_groups(proc, cgroups)]
+    return sum(_field(path, "oom_kill") for path in files)
 
 
 def _field(path: Path, name: str) -> int:

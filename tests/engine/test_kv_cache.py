@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from batchjob.cgroup import MemoryGroup
 from batchjob.engine import kv_cache
 from batchjob.engine.kv_cache import KVCache, LayerShape, available_memory, bytes_per_block, choose_num_blocks
 from batchjob.errors import EngineError
@@ -54,6 +55,5 @@ def test_memory_limits_of_control_groups_count(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "job" / "memory.current").write_text("700000\n")
     (tmp_path / "job" / "memory.stat").write_text("anon 600000\ninactive_file 50000\n")
     (group / "memory.max").write_text("max\n")
-    monkeypatch.setattr(kv_cache, "_CGROUP_ROOT", tmp_path)
-    monkeypatch.setattr(kv_cache, "_own_cgroups", lambda: [("", "/job/step")])
+    monkeypatch.setattr(kv_cache, "memory_groups", lambda: [MemoryGroup(group, tmp_path, 2)])
     assert available_memory() == 350_000
