@@ -24,7 +24,7 @@ Echo = Callable[[str], None]
 
 
 def find_new_inputs(spec: JobSpec, plan: JobPlan, echo: Echo) -> tuple[list[FoundFile], JobPlan]:
-    """The files of `--input` that the plan does not have: none, unless the job is to be extended. And the plan, with
+    """Returns the files of `--input` that the plan does not have (only with --extend), and the plan, with
     the paths and times that its files have now.
 
     Raises InputMissingError where a planned file is gone, changed, or not in `--input`.
@@ -37,7 +37,7 @@ def find_new_inputs(spec: JobSpec, plan: JobPlan, echo: Echo) -> tuple[list[Foun
     for line in warnings:
         echo(f"warning: {line}")
     given = plan
-    plan = _follow(plan, found, echo, spec.max_row_bytes)
+    plan = _follow_moved_files(plan, found, echo, spec.max_row_bytes)
     planned = [file.path for file in plan.files]
     if spec.limit is not None:
         found = found[: len(planned)]  # files past the limit are not part of the job
@@ -65,7 +65,7 @@ def find_new_inputs(spec: JobSpec, plan: JobPlan, echo: Echo) -> tuple[list[Foun
     for index, file in enumerate(plan.files):
         format_of(file)  # a plan may be damaged, or of a later version
         stat = check_size(file)
-        if warning := _changes(plan, index, file, spec.max_row_bytes):
+        if warning := _change_warning(plan, index, file, spec.max_row_bytes):
             echo(f"warning: {warning}")
         # Compared now, so what reads the rows later need not do so again unless the times change once more.
         files.append(replace(file, mtime_ns=stat.st_mtime_ns, ctime_ns=stat.st_ctime_ns))
@@ -73,7 +73,7 @@ def find_new_inputs(spec: JobSpec, plan: JobPlan, echo: Echo) -> tuple[list[Foun
 
 
 def _second_names(planned: Sequence[str], paths: Sequence[str]) -> set[str]:
-    """Planned paths that are other names of files in `paths`: earlier versions read such a file once for each name."""
+    """Returns planned paths that are other names of files in `paths`: earlier versions read such files twice."""
     missing = [path for path in set(planned).difference(paths) if os.path.exists(path)]
     if not missing:
         return set()
@@ -81,7 +81,7 @@ def _second_names(planned: Sequence[str], paths: Sequence[str]) -> set[str]:
     return {path for path in missing if ((found := os.stat(path)).st_dev, found.st_ino) in there}
 
 
-def _changes(plan: JobPlan, index: int, file: InputFile, max_row_bytes: int) -> str | None:
+def _change_warning(plan: JobPlan, index: int, file: InputFile, max_row_bytes: int) -> str | None:
     """As `check_unchanged`, which knows the ends of a JSONL file that is not read whole; its rows are compared here."""
     from batchjob.inputs.reader import InputReader
     from batchjob.inputs.stamps import check_unchanged
@@ -101,8 +101,8 @@ def _has_lines(plan: JobPlan, index: int) -> bool:
     )
 
 
-def _follow(plan: JobPlan, found: Sequence[FoundFile], echo: Echo, max_row_bytes: int) -> JobPlan:
-    """The plan with new paths for files that are given by another one: the same file, or one with the same bytes."""
+def _follow_moved_files(plan: JobPlan, found: Sequence[FoundFile], echo: Echo, max_row_bytes: int) -> JobPlan:
+    """Returns the plan with new paths for files that are given by another one: the same file, or the same bytes."""
     given = {file.path for file in found}
     gone = [index for index, file in enumerate(plan.files) if file.path not in given]
     if not gone:
@@ -119,7 +119,7 @@ def _follow(plan: JobPlan, found: Sequence[FoundFile], echo: Echo, max_row_bytes
         name = os.path.basename(file.path)
         candidates = free.get(file.size, {})
         for path in sorted(candidates, key=lambda path: (os.path.basename(path) != name, path)):
-            moved = _moved(plan, index, path, known, max_row_bytes)
+            moved = _moved_file(plan, index, path, known, max_row_bytes)
             if moved is not None:
                 lines.append(f"{path} is read in place of {file.path}: it holds the same")
                 files[index] = moved
@@ -131,10 +131,10 @@ def _follow(plan: JobPlan, found: Sequence[FoundFile], echo: Echo, max_row_bytes
     return replace(plan, files=tuple(files))
 
 
-def _moved(
+def _moved_file(
     plan: JobPlan, index: int, path: str, known: dict[tuple[str, str], str], max_row_bytes: int
 ) -> InputFile | None:
-    """The planned file at another path of its size, if that holds the same bytes. `known` keeps digests of paths."""
+    """Returns the planned file at another path, if that holds the same bytes. `known` keeps digests of paths."""
     from batchjob.inputs.folders import partition_values
     from batchjob.inputs.reader import InputReader
     from batchjob.inputs.stamps import WHOLE, digest
@@ -164,7 +164,7 @@ def _moved(
 
 
 def extend(spec: JobSpec, store: Store, source: PromptSource | None, echo: Echo) -> None:
-    """Appends what is new in `--input` to the plan. Of several processes that do so at once, one does it for all.
+    """Appends the new files of `--input` to the plan. Of several processes that do so at once, one does it for all.
 
     Raises InputDataError where the new files do not fit the job's columns or prompts.
     """
@@ -186,7 +186,7 @@ def extend(spec: JobSpec, store: Store, source: PromptSource | None, echo: Echo)
         if not store.extend(planned.plan):
             continue
         echo_warnings(planned, echo)
-        if dropped := _dropped(spec, planned, store.manifest.resolved["columns"]):
+        if dropped := _dropped_columns(spec, planned, store.manifest.resolved["columns"]):
             echo(f"warning: the columns of this job are fixed; the new files' {', '.join(dropped)} are left out")
         plan, seconds = planned.plan, duration(time.monotonic() - started)
         echo(
@@ -206,7 +206,7 @@ def echo_warnings(planned: PlanResult, echo: Echo) -> None:
 def _check_prompts(
     spec: JobSpec, source: PromptSource, planned: PlanResult, columns: Sequence[str], new: Sequence[FoundFile]
 ) -> None:
-    """The new files must make their prompts from the same columns, and nothing in them may be passed over."""
+    """Refuses new files with prompts from other columns, or with columns that the job would pass over."""
     missing = [name for name in source.columns if source.roots.get(name, name) not in planned.columns]
     if missing if source.kind != "any" else len(missing) == len(source.columns):
         raise InputDataError(
@@ -221,5 +221,5 @@ def _check_prompts(
         )
 
 
-def _dropped(spec: JobSpec, planned: PlanResult, columns: Sequence[str]) -> list[str]:
+def _dropped_columns(spec: JobSpec, planned: PlanResult, columns: Sequence[str]) -> list[str]:
     return [name for name in planned.columns if name not in columns] if spec.keep_columns == "all" else []

@@ -214,7 +214,7 @@ def _refuse_damaged_settings(manifest: Manifest, source: Path) -> None:
         or type(chunk_rows) is not int
         or not _is_time(resolved.get("clock"))
     ):
-        raise StorageError(f"{source} is damaged: its settings are none that batchjob writes. Restore it from a copy.")
+        raise StorageError(f"{source} is damaged: its settings are not valid. Restore it from a copy.")
 
 
 def _is_time(clock: object) -> bool:

@@ -1,6 +1,6 @@
-"""The time a process has: when to stop letting rows in, so that what was begun is also finished.
+"""The time limit of a process: when to stop admitting rows, so that every row that starts is also finished.
 
-The clock is the monotonic one, which all processes of a machine share and nobody sets.
+The clock is the monotonic one, which all processes of a machine share and which is never set.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from statistics import median
 from batchjob.errors import UsageError
 
 RESERVE = 60.0  # seconds before the end at which everything must have been written: SLURM's warnings can be this early
-DEFAULT_DRAIN = 120.0  # seconds, where nobody knows of an end
+DEFAULT_DRAIN = 120.0  # seconds, where no end is known
 _UNITS = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
 _UNIT_FORM = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 _CLOCK_FORM = re.compile(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)")
@@ -47,8 +47,8 @@ class TimeLimit:
         ask: Callable[[], float | None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """seconds: from now; None if nobody knows yet. `ask` tells how many are left now (None: it cannot): at `begin`,
-        and once more before work ends, since a limit can be changed while a job runs.
+        """`seconds` count from now; None if the end is not known yet. `ask` returns how many are left now (None: it
+        cannot say): at `begin`, and once more before work ends, since a limit can be changed while a job runs.
         """
         self._clock = clock
         self._ask = ask
@@ -56,7 +56,7 @@ class TimeLimit:
         self._set(seconds)
 
     def begin(self) -> None:
-        """Asks for the limit, where there is somebody to ask. Until then there is none."""
+        """Asks for the limit, if it can be asked for. Until then there is none."""
         if self._ask is not None:
             self._set(self._ask())
 
@@ -78,7 +78,7 @@ class TimeLimit:
         return max(left - self._reserve, 0.5 * left, 0.0)
 
     def is_too_late(self, row_seconds: float) -> bool:
-        """Whether a row that takes this long would not be finished in time. Asks again before it says so."""
+        """Returns True if a row that takes this long would not be finished in time. Asks again before it says so."""
         if self._clock() + row_seconds < self.last_moment:
             return False
         if self._ask is not None:
@@ -102,7 +102,7 @@ class Pace:
         self._num_tokens.append(num_tokens)
 
     def row_seconds(self) -> float:
-        """Of the median row; 0 as long as none has finished. Half of the rows let in at that moment get done, and what
-        the others have made costs only slots that would have stayed empty.
+        """Returns the time of the median row; 0 as long as none has finished. Half of the rows admitted at that moment
+        are finished, and the others cost only slots that would have stayed empty.
         """
         return self._step_seconds * median(self._num_tokens) if self._num_tokens else 0.0

@@ -1,1 +1,1 @@
-"""What a person sees of a run: console lines, the progress bar, the result."""
+"""The output for a person: console lines, the progress bar, the result."""
