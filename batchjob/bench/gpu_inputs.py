@@ -123,17 +123,18 @@ def make_sampler(
 ) -> Callable[[Tensor], Tensor]:
     """Draws for `count` rows with these settings: logits [count, vocab_size] -> tokens."""
     from batchjob.core.sequence import Sequence
-    from batchjob.engine.sampling.device_sampler import DeviceSampler
+    from batchjob.engine.sampling.sampler import Sampler
     from batchjob.records import Request
     from batchjob.sampling import SamplingParams
 
-    sampler = DeviceSampler(vocab_size, (), max_num_seqs=count, device=device, use_triton=use_triton)
+    sampler = Sampler(vocab_size, (), max_num_seqs=count, device=device, use_triton=use_triton)
+    seqs = []
     for row in range(count):
         params = SamplingParams(**settings, max_tokens=100, ignore_eos=True)
         seq = Sequence(Request(row, 0, [3, 4, 5], params, stream=row), 200)
         seq.slot = row
-        sampler.admit(seq)
-    sampler.upload()
-    rows = torch.arange(count, device=device)
+        seqs.append(seq)
+    sampler.prepare(seqs, list(range(count)))
+    slots = torch.arange(count, device=device)
     num_output_tokens = torch.zeros(count, dtype=torch.int32, device=device)
-    return lambda logits: sampler.sample(logits, sampler.mode, rows, num_output_tokens)
+    return lambda logits: sampler.sample(logits, slots, num_output_tokens)

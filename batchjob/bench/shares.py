@@ -12,7 +12,7 @@ import torch
 
 from batchjob.engine.model.attention_hook import StepContext
 from batchjob.engine.model.packed_linear import PackedLinear
-from batchjob.engine.sampling.device_sampler import DeviceSampler
+from batchjob.engine.sampling.sampler import Sampler
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ def measure_shares() -> Iterator[Shares]:
         _timed(PackedLinear, "multiplied", shares, "linear"),
         _timed(torch.nn.Linear, "forward", shares, "linear"),
         _timed(StepContext, "attend", shares, "attention"),
-        _timed(DeviceSampler, "sample", shares, "sampling"),
+        _timed(Sampler, "sample", shares, "sampling"),
     ):
         yield shares
 

@@ -22,7 +22,7 @@ from batchjob.engine.kv_cache import KVCache, bytes_per_block, choose_num_blocks
 from batchjob.engine.memory import bytes_for_cache, largest_step, with_one_try, with_second_try
 from batchjob.engine.model.backends import choose_backend, fused_ops
 from batchjob.engine.model.load import Forward, LoadedModel, load_model
-from batchjob.engine.sampling.device_sampler import DeviceSampler, penalty_bytes
+from batchjob.engine.sampling.sampler import Sampler, penalty_bytes
 from batchjob.engine.steps.inputs import InputBuilder, StepInputs
 from batchjob.engine.steps.prefix_groups import GPU_MIN_TOKENS_SAVED, MIN_TOKENS_SAVED, PrefixGroups
 from batchjob.engine.steps.steps import Draw, Steps
@@ -216,8 +216,8 @@ class TorchRunner:
             sorts_rows=not self._model.backend.module.USES_DEVICE_LENS,
         )
 
-    def _make_sampler(self, config: EngineConfig) -> DeviceSampler:
-        return DeviceSampler(
+    def _make_sampler(self, config: EngineConfig) -> Sampler:
+        return Sampler(
             self._model.vocab_size,
             config.eos_token_ids,
             max_num_seqs=self._capacity.max_num_seqs,
@@ -244,9 +244,7 @@ class TorchRunner:
     def execute(self, plan: StepPlan) -> TokenHandle:
         """Starts the plan's steps; on a CPU they are over on return."""
         inputs = self._builder.build(plan)
-        for seq in self._builder.new_seqs:
-            self._sampler.admit(seq)
-        self._sampler.upload()
+        self._sampler.prepare(self._builder.new_seqs, self._builder.slots)
         if self._group is not None:
             self._group.send(inputs)
         return TokenHandle(self._steps.run(inputs))

@@ -16,6 +16,7 @@ from batchjob.core.step_plan import Slice, StepPlan
 from batchjob.engine.config import EngineConfig
 from batchjob.engine.memory import with_second_try
 from batchjob.engine.runner import TorchRunner, _prepare_device
+from batchjob.engine.sampling.slot_params import Need
 from batchjob.errors import EngineError
 from batchjob.records import Request
 from batchjob.sampling import SamplingParams
@@ -154,6 +155,18 @@ def test_a_slot_follows_its_sequence_through_preemption_and_to_the_next_owner(ru
     other = sequence(list(prompt), 2, [4, 3])
     assert step(runner, (other, 0, 5)) == [expected[0]]
     assert step(runner, (other, 5, 6)) == [expected[1]]
+
+
+def test_a_row_that_is_over_leaves_no_work_for_later_steps(runner: TorchRunner) -> None:
+    """Filters and penalties cost the whole step; they must not outlive the row that asked for them."""
+    demanding = SamplingParams(temperature=1.0, top_k=3, repetition_penalty=1.1)
+    first = Sequence(Request(0, 0, [9, 8], demanding, stream=0), max_len=60)
+    first.slot, first.blocks = 0, [0]
+    second = sequence([7, 6], 1, [1])
+    step(runner, (first, 0, 2), (second, 0, 2))
+    assert runner._sampler.needs == Need.RANDOM | Need.TOP_K | Need.PENALTIES | Need.GREEDY
+    step(runner, (second, 2, 3))
+    assert runner._sampler.needs == Need.GREEDY
 
 
 def test_closing_twice_is_fine(runner: TorchRunner) -> None:

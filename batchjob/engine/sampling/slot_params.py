@@ -1,11 +1,11 @@
-"""`SlotTables`: what the rows of a batch want from the sampler, by slot, in tables on the device.
+"""`SlotTables`: the sampling settings of the rows of a batch, by slot, in tables on the device.
 
-The host writes down what a sequence asks for when it gets its slot, and sends everything new at once before a step.
-Which parts of the sampler a step needs is known from counts kept per feature; no step loops over its rows for that.
+The host writes down the settings of a sequence when it gets its slot, and sends everything new at once before a step.
 """
 
 from __future__ import annotations
 
+from enum import IntFlag
 from typing import NamedTuple
 
 import numpy as np
@@ -13,32 +13,29 @@ import torch
 from torch import Tensor
 
 from batchjob.core.sequence import Sequence
+from batchjob.sampling import SamplingParams
 from batchjob_kernels.sampling import settings_table as layout
 
 _INT32_MAX = 2**31 - 1
 
 
-class SampleMode(NamedTuple):
-    """The variant of the sampler that a step needs. A wider one than need be gives the same tokens.
+class Need(IntFlag):
+    """The parts of the sampler that a row needs, and the union of these for a step. More gives the same tokens."""
 
-    The widths are those of tables. A table that grows moves in memory, so a CUDA graph holds for one mode only.
-    """
-
-    random: bool = False  # some row has a temperature
-    filtered: bool = False  # and top_k, top_p or min_p
-    penalised: bool = False
-    held: bool = False  # some row has min_tokens
-    bias_width: int = 0  # most entries of logit_bias that a row may have; 0: no row has any
-    stop_width: int = 4  # most stop tokens that a row may have
-
-    @property
-    def edited(self) -> bool:
-        """Whether logits change before they are scaled."""
-        return self.penalised or self.held or self.bias_width > 0
+    GREEDY = 1  # no temperature
+    RANDOM = 2
+    TOP_K = 4  # this one and the next two for random rows only
+    TOP_P = 8
+    MIN_P = 16
+    PENALTIES = 32
+    BIAS = 64
+    MIN_TOKENS = 128
+    FILTERED = TOP_K | TOP_P | MIN_P
+    EDITED = PENALTIES | BIAS | MIN_TOKENS
 
 
 class _Staged(NamedTuple):
-    """What is to be sent for one slot."""
+    """One slot's settings, yet to be sent."""
 
     words: np.ndarray  # int32 [layout.WIDTH]
     stops: tuple[int, ...]
@@ -48,7 +45,7 @@ class _Staged(NamedTuple):
 
 
 class SlotTables:
-    """Tables with one row per slot, and one more, `max_num_seqs`, for the padding rows of a step: greedy, endless."""
+    """Tables with one row per slot. One more row, `max_num_seqs`, is for what fills up a step: greedy, without end."""
 
     def __init__(
         self, vocab_size: int, eos_token_ids: tuple[int, ...], max_num_seqs: int, device: torch.device
@@ -65,16 +62,14 @@ class SlotTables:
         self.stops = torch.full((num_rows, 4), layout.NO_STOP, dtype=torch.int32, device=device)
         self.bias = torch.zeros(num_rows, 2, 0, dtype=torch.int32, device=device)  # token ids, amounts (float32)
         self.counts: Tensor | None = None  # [num_rows, vocab], see `layout`; made for the first row with penalties
+        self.needs = np.full(num_rows, Need.GREEDY, dtype=np.uint8)  # on the host
         self._staged: dict[int, _Staged] = {}
-        self._features: dict[int, tuple[bool, bool, bool, bool, bool]] = {}  # of the admitted slots
-        self._num_slots = [0] * 5  # how many of them have each feature
 
     # -- on the host
 
     def admit(self, seq: Sequence) -> None:
         """Stages the settings of a sequence that has just got `seq.slot`, and its tokens if they are penalised."""
         params, slot = seq.request.params, seq.slot
-        self.release(slot)
         words = np.zeros(layout.WIDTH, dtype=np.int32)
         unsigned, floats = words.view(np.uint32), words.view(np.float32)
         unsigned[layout.KEY_LOW], unsigned[layout.KEY_HIGH] = seq.request.stream & 0xFFFFFFFF, seq.request.stream >> 32
@@ -82,7 +77,7 @@ class SlotTables:
         words[layout.TOP_K] = params.top_k if params.top_k < self._vocab_size else 0
         words[layout.MIN_TOKENS] = min(params.min_tokens, _INT32_MAX)
         words[layout.MAX_OUTPUT] = min(seq.max_len - seq.num_prompt_tokens, _INT32_MAX)
-        with np.errstate(over="ignore"):  # beyond float32 is infinite, as in the host's sampler
+        with np.errstate(over="ignore"):  # beyond float32 is infinite
             # The lower bound keeps 0 / T from becoming NaN where T is no normal float32 number.
             floats[layout.TEMPERATURE] = max(params.temperature, 1e-30) if params.temperature else 0.0
             floats[layout.MIN_P] = params.min_p
@@ -100,25 +95,11 @@ class SlotTables:
             np.array(seq.tokens, dtype=np.int32) if params.has_penalties else None,
             seq.num_prompt_tokens,
         )
-        filtered = words[layout.TOP_K] > 0 or params.top_p < 1.0 or params.min_p > 0.0
-        random = params.temperature != 0.0
-        features = (random, random and bool(filtered), params.has_penalties, params.min_tokens > 0, bool(bias))
-        self._features[slot] = features
-        self._num_slots = [n + has for n, has in zip(self._num_slots, features, strict=True)]
+        self.needs[slot] = _needs(params, has_top_k=bool(words[layout.TOP_K]))
 
-    def release(self, slot: int) -> None:
-        """Forgets a slot's features. Only for speed: while they are counted, steps take the wider variant."""
-        self._staged.pop(slot, None)
-        features = self._features.pop(slot, None)
-        if features is not None:
-            self._num_slots = [n - has for n, has in zip(self._num_slots, features, strict=True)]
-
-    @property
-    def mode(self) -> SampleMode:
-        """What the admitted slots need together. Its widths are right once `upload` has run."""
-        random, filtered, penalised, held, biased = (n > 0 for n in self._num_slots)
-        bias_width = self.bias.shape[2] if biased else 0
-        return SampleMode(random, filtered, penalised, held, bias_width, self.stops.shape[1])
+    def needs_of(self, slots: list[int]) -> Need:
+        """The needs of these slots together."""
+        return Need(int(np.bitwise_or.reduce(self.needs[slots], initial=0)))
 
     # -- to the device
 
@@ -163,7 +144,7 @@ class SlotTables:
         np.concatenate([part.reshape(-1) for part in parts], out=packed.numpy())
         # The allocator of pinned memory keeps this block until the copy is over.
         sent = packed.to(self._device, non_blocking=True).split(sizes)
-        return [piece.view(part.shape) for piece, part in zip(sent, parts, strict=True)]
+        return [tensor.view(part.shape) for tensor, part in zip(sent, parts, strict=True)]
 
     def _write_counts(
         self, owner: Tensor, prompt_slot: Tensor, prompt: Tensor, output_slot: Tensor, output: Tensor
@@ -181,6 +162,24 @@ class SlotTables:
         assert self.counts is not None
         where = slots.long() * self._vocab_size + tokens.clamp(min=0)
         self.counts.view(-1).scatter_add_(0, where, (tokens >= 0).int() * layout.ONE_OUTPUT)
+
+
+def _needs(params: SamplingParams, *, has_top_k: bool) -> Need:
+    needs = Need.RANDOM if params.temperature else Need.GREEDY
+    if params.has_penalties:
+        needs |= Need.PENALTIES
+    if params.logit_bias:
+        needs |= Need.BIAS
+    if params.min_tokens > 0:
+        needs |= Need.MIN_TOKENS
+    if needs & Need.RANDOM:
+        if has_top_k:
+            needs |= Need.TOP_K
+        if params.top_p < 1.0:
+            needs |= Need.TOP_P
+        if params.min_p > 0.0:
+            needs |= Need.MIN_P
+    return needs
 
 
 def _widened(table: Tensor, width: int) -> Tensor:

@@ -23,7 +23,7 @@ from batchjob.engine.model import fuse
 from batchjob.engine.model import load as model
 from batchjob.engine.model.attention_hook import ATTENTION_NAME, register
 from batchjob.engine.runner import TorchRunner
-from batchjob.engine.sampling.device_sampler import DeviceSampler
+from batchjob.engine.sampling.sampler import Sampler
 from batchjob.records import Request
 from batchjob.sampling import SamplingParams
 from batchjob_kernels.attention import triton as triton_backend
@@ -67,7 +67,7 @@ def play_gpu() -> None:
     model.logits_problem = lambda *_: None
     fuse._equal = lambda *_: True
     runner.fused_ops = lambda device, deterministic: triton_ops
-    runner.DeviceSampler = lambda *args, **more: DeviceSampler(*args, **{**more, "use_triton": True})
+    runner.Sampler = lambda *args, **more: Sampler(*args, **{**more, "use_triton": True})
 
 
 def _zeroed(function: Any) -> Any:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from batchjob.core import Sequence
-from batchjob.engine.sampling import device_draw
-from batchjob.engine.sampling.device_sampler import DeviceSampler, SampleMode
+from batchjob.engine.sampling import edits
 from batchjob.engine.sampling.philox import exponential, philox4x32
+from batchjob.engine.sampling.sampler import Sampler
+from batchjob.engine.sampling.slot_params import Need
 from batchjob.records import Request
 from batchjob.sampling import SamplingParams
 from batchjob_kernels.sampling import settings_table as layout
@@ -44,22 +45,19 @@ class Both:
 
     def __init__(self, vocab_size: int, seqs: list[Sequence]) -> None:
         self.portable, self.kernels = (
-            DeviceSampler(vocab_size, EOS, max_num_seqs=64, device=DEVICE, use_triton=use_triton)
+            Sampler(vocab_size, EOS, max_num_seqs=64, device=DEVICE, use_triton=use_triton)
             for use_triton in (False, True)
         )
         for sampler in (self.portable, self.kernels):
-            for seq in seqs:
-                sampler.admit(seq)
-            sampler.upload()
-        self.mode: SampleMode = self.portable.mode
+            sampler.prepare(seqs, [seq.slot for seq in seqs])
         self.slots = torch.tensor([seq.slot for seq in seqs], dtype=torch.int32, device=DEVICE)
         self.num_output = torch.tensor([seq.num_output_tokens for seq in seqs], dtype=torch.int32, device=DEVICE)
 
-    def each(self, call: Callable[[DeviceSampler], Tensor]) -> tuple[list[Any], list[Any]]:
+    def each(self, call: Callable[[Sampler], Tensor]) -> tuple[list[Any], list[Any]]:
         return call(self.kernels).tolist(), call(self.portable).tolist()
 
     def sample(self, logits: Tensor) -> tuple[list[int], list[int]]:
-        return self.each(lambda sampler: sampler.sample(logits, self.mode, self.slots, self.num_output))
+        return self.each(lambda sampler: sampler.sample(logits, self.slots, self.num_output))
 
     @property
     def settings(self) -> Tensor:
@@ -203,7 +201,7 @@ KINDS: list[dict[str, Any]] = [
 def test_tokens_are_those_of_the_portable_form(vocab_size: int, dtype: torch.dtype) -> None:
     seqs = [sequence(7 * slot, stream=slot << 40, output=(0, 2) * slot, **kind) for slot, kind in enumerate(KINDS)]
     both = Both(vocab_size, seqs)
-    assert both.mode == SampleMode(True, True, True, True, 4, 4)
+    assert both.kernels.needs | Need.TOP_K == Need(255)  # of 3 tokens top_k leaves all
     got, expected = both.sample(randn(len(seqs), vocab_size, scale=2.0).to(dtype))
     assert got == expected
 
@@ -211,7 +209,7 @@ def test_tokens_are_those_of_the_portable_form(vocab_size: int, dtype: torch.dty
 def test_unfiltered_rows_and_other_forms_of_the_arguments() -> None:
     seqs = [sequence(slot, stream=slot, temperature=1.5 * (slot % 4)) for slot in range(8)]
     both = Both(515, seqs)
-    assert both.mode == SampleMode(random=True)
+    assert both.kernels.needs == Need.GREEDY | Need.RANDOM
     both.slots, both.num_output = both.slots.long(), both.num_output.long()
     logits = randn(8, 1030, scale=1.0)
     got, expected = both.sample(logits[:, :515])  # rows that are not next to each other
@@ -219,7 +217,7 @@ def test_unfiltered_rows_and_other_forms_of_the_arguments() -> None:
     assert len(set(got)) > 5
     transposed = logits[:, :515].T.contiguous().T
     assert both.sample(transposed)[0] == got
-    both.mode = both.mode._replace(filtered=True)
+    both.kernels.needs |= Need.FILTERED
     assert both.sample(logits[:, :515])[0] == got
 
 
@@ -227,7 +225,7 @@ def test_unfiltered_rows_and_other_forms_of_the_arguments() -> None:
 def test_greedy_takes_the_first_of_equal_logits(random_rows: bool) -> None:
     vocab_size = 2_500
     both = Both(vocab_size, [sequence(slot) for slot in range(6)])
-    both.mode = SampleMode(random=random_rows)
+    both.kernels.needs |= Need.RANDOM if random_rows else 0
     logits = randn(6, vocab_size).round().bfloat16()
     logits[0], logits[1, [300, 2400]] = 0.0, 50.0
     got, _ = both.sample(logits)
@@ -240,7 +238,7 @@ def test_logits_that_are_no_numbers_give_no_token(params: dict[str, Any]) -> Non
     seqs = [sequence(slot, stream=slot, **params) for slot in range(6)]
     both = Both(600, seqs)
     logits = randn(6, 600)
-    good = both.portable.sample(logits, both.mode, both.slots, both.num_output).tolist()
+    good = both.portable.sample(logits, both.slots, both.num_output).tolist()
     logits[1, 17], logits[2, 599], logits[3], logits[4] = math.nan, math.inf, -math.inf, math.nan
     logits[5, :500] = -math.inf  # masked, but not all
     got, expected = both.sample(logits)
@@ -278,7 +276,8 @@ def test_penalised_logits(dtype: torch.dtype, check_close: Callable[..., None]) 
     counts = both.portable._tables.counts
     assert counts is not None
     logits = randn(3, 2 * vocab_size).to(dtype)[:, :vocab_size]
-    expected = device_draw.penalise(logits, both.settings[both.slots], counts[both.slots])
+    expected = logits.to(torch.float32, copy=True)
+    edits.penalise(expected, both.settings[both.slots], counts[both.slots])
     got = sampling_ops.penalise(logits, both.settings, counts, both.slots)
     check_close("penalised logits", got, expected, 1e-6)
     assert (got != logits).sum(dim=1).tolist() == [4, 2, 0]
@@ -330,16 +329,12 @@ def test_graphs_and_no_waiting() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for seq in seqs:
-            both.kernels.admit(seq)
-        both.kernels.upload()
-        both.kernels.sample(logits, both.mode, both.slots, both.num_output)
-        for seq in seqs:
-            both.kernels.admit(seq)
-        both.kernels.upload()
+        both.kernels.prepare(seqs, [seq.slot for seq in seqs])
+        both.kernels.sample(logits, both.slots, both.num_output)
+        both.kernels.prepare(seqs, [seq.slot for seq in seqs])
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            tokens = both.kernels.sample(logits, both.mode, both.slots, both.num_output)
+            tokens = both.kernels.sample(logits, both.slots, both.num_output)
             both.kernels.ended(tokens, both.slots, both.num_output)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -347,4 +342,4 @@ def test_graphs_and_no_waiting() -> None:
         logits.copy_(randn(len(seqs), 32_000, seed=seed))
         both.num_output.fill_(seed)
         graph.replay()
-        assert tokens.tolist() == both.portable.sample(logits, both.mode, both.slots, both.num_output).tolist()
+        assert tokens.tolist() == both.portable.sample(logits, both.slots, both.num_output).tolist()
