@@ -12,7 +12,7 @@ import time
 import torch
 
 from batchjob.core.step_plan import StepPlan
-from batchjob.engine import Capacity, Engine, EngineConfig
+from batchjob.engine import Capacity, Engine, EngineConfig, StepOutput
 from batchjob.engine.kv_cache import KVCache, LayerShape
 from batchjob.engine.steps.inputs import InputBuilder
 from batchjob.engine.steps.prefix_groups import GPU_MIN_TOKENS_SAVED, PrefixGroups
@@ -28,8 +28,8 @@ class _Handle:
     def __init__(self, tokens: list[list[int]]) -> None:
         self._tokens = tokens
 
-    def tokens(self) -> list[list[int]]:
-        return self._tokens
+    def result(self) -> StepOutput:
+        return StepOutput(self._tokens)
 
 
 class _NoModel:

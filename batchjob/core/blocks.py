@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
-from batchjob.core.prefix_hash import Chain
+from batchjob.core.prefix_hash import PrefixHashes
 
 
 class BlockPool:
@@ -90,32 +90,32 @@ class BlockPool:
                 else:
                     self._cached[block] = None
 
-    def match(self, chain: Chain, num_blocks: int) -> list[int]:
-        """Returns the blocks of the longest indexed prefix of a chain's first `num_blocks`, without taking them."""
+    def match(self, hashes: PrefixHashes, num_blocks: int) -> list[int]:
+        """Returns the blocks of the longest indexed prefix, of at most `num_blocks`, without taking them."""
         blocks: list[int] = []
-        parent = chain.root
+        parent = hashes.root
         for i in range(num_blocks):
-            block = self._index.get(chain.digests[i])
-            if block is None or not self._holds(block, parent, chain.contents[i]):
+            block = self._index.get(hashes.digests[i])
+            if block is None or not self._holds(block, parent, hashes.contents[i]):
                 break
             blocks.append(block)
             parent = self._ids[block]
         return blocks
 
-    def adopt(self, chain: Chain, blocks: list[int]) -> None:
-        """Tells a chain that its table starts with `blocks`, which `match` has found."""
-        chain.num_registered = len(blocks)
-        chain.parent = self._ids[blocks[-1]] if blocks else chain.root
+    def adopt(self, hashes: PrefixHashes, blocks: list[int]) -> None:
+        """Notes that the block table of these hashes starts with `blocks`, which `match` has found."""
+        hashes.num_registered = len(blocks)
+        hashes.parent = self._ids[blocks[-1]] if blocks else hashes.root
 
-    def register(self, chain: Chain, blocks: list[int], num_blocks: int) -> None:
+    def register(self, hashes: PrefixHashes, blocks: list[int], num_blocks: int) -> None:
         """Puts the blocks of a table up to `num_blocks`, which are full and computed, into the index.
 
         Where the same prefix is in the index already, that block stays and ours remains private. An entry of the same
         digest but another prefix, or one whose parent was evicted and registered again, gives way.
         """
-        parent = chain.parent
-        for i in range(chain.num_registered, num_blocks):
-            digest, content = chain.digests[i], chain.contents[i]
+        parent = hashes.parent
+        for i in range(hashes.num_registered, num_blocks):
+            digest, content = hashes.digests[i], hashes.contents[i]
             block = self._index.get(digest)
             if block is None or not self._holds(block, parent, content):
                 if block is not None:
@@ -128,8 +128,8 @@ class BlockPool:
                 self._ids[block] = self._last_id
                 self._parents[block] = parent
             parent = self._ids[block]
-        chain.parent = parent
-        chain.num_registered = num_blocks
+        hashes.parent = parent
+        hashes.num_registered = num_blocks
 
     def _holds(self, block: int, parent: int, content: bytes) -> bool:
         return self._parents[block] == parent and self._contents[block] == content

@@ -1,4 +1,4 @@
-"""`Chain`: how the prefix index recognises the leading blocks of one sequence."""
+"""`PrefixHashes`: how the prefix index recognises the leading blocks of one sequence."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from hashlib import blake2b
 DIGEST_SIZE = 16  # bytes; also the size of blake2b's salt, which carries the parent's digest
 
 
-class Chain:
+class PrefixHashes:
     """The full blocks of a sequence's tokens as far as they were needed: what is in each, and a digest that chains.
 
     A block's digest covers its own tokens and, through its parent's digest as salt, all tokens before them and `root`:
-    an integer of at most 0, so that it never equals the identity of a block. Chains of different roots never meet.
+    an integer of at most 0, so that it never equals the identity of a block. Hashes of different roots are never equal.
     """
 
     __slots__ = ("contents", "digests", "num_registered", "parent", "root")

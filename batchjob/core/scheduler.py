@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 
 from batchjob.core.blocks import BlockPool
-from batchjob.core.prefix_hash import Chain
+from batchjob.core.prefix_hash import PrefixHashes
 from batchjob.core.sequence import Sequence, SequenceState
 from batchjob.core.step_plan import Slice, StepPlan
 from batchjob.records import Request, RowError
@@ -61,7 +61,7 @@ class Scheduler:
         self.prefix_caching = prefix_caching
         self.admission_interval = admission_interval
 
-        self.overgrown: list[Sequence] = []  # ended by the last schedule(): they need more blocks than there are
+        self.out_of_cache: list[Sequence] = []  # ended by the last schedule(): they need more blocks than there are
         self.num_preemptions = 0
         self.num_preempted = 0  # sequences that were preempted at least once
         self.num_prompt_tokens_computed = 0  # run through the model, those of preempted rows again included
@@ -74,7 +74,7 @@ class Scheduler:
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._pending: set[bytes] = set()  # digests of blocks that running sequences have yet to compute
         self._num_since_admission = 0  # steps
-        self._stuck: tuple[Sequence, int] | None = None  # head of the queue and the free blocks it lacked
+        self._blocked_head: tuple[Sequence, int] | None = None  # head of the queue and the free blocks it lacked
 
     @property
     def num_waiting(self) -> int:
@@ -111,16 +111,16 @@ class Scheduler:
         """Returns the next step, or None when there is nothing to do now.
 
         A step of decodes alone may come as up to `num_steps` in a row, where blocks are free for them and no sequence
-        needs the host after each token. Afterwards `overgrown` holds the sequences that this call ended, because each
-        alone fills the whole cache and needs one more block. Every plan must be run, in order.
+        needs the host after each token. Afterwards `out_of_cache` holds the sequences that this call ended, because
+        each alone fills the whole cache and needs one more block. Every plan must be run, in order.
         """
-        self.overgrown = []
+        self.out_of_cache = []
         num_preemptions = self.num_preemptions
         block_size = self.pool.block_size
         decodes: list[Slice] = []
         prefills: list[Slice] = []
         started: list[Sequence] = []
-        grown: list[Sequence] = []
+        with_new_blocks: list[Sequence] = []
         for seq in list(self._running):
             if seq.slot < 0:
                 break  # preempted just now, as all that were admitted after it
@@ -132,7 +132,7 @@ class Scheduler:
             if stop > len(seq.blocks) * block_size:
                 if not self._grow(seq):
                     continue
-                grown.append(seq)
+                with_new_blocks.append(seq)
             elif seq.num_in_flight and stop >= seq.max_len:
                 continue  # its last token is on its way
             decodes.append(Slice(seq, start, stop))
@@ -143,9 +143,9 @@ class Scheduler:
             self._admit(prefills, budget)
         if not decodes and not prefills:
             return None
-        num_steps = 1 if prefills else self._reserve(decodes, num_steps, grown)
+        num_steps = 1 if prefills else self._reserve(decodes, num_steps, with_new_blocks)
         sampling = self._advance(decodes, prefills, num_steps)
-        return StepPlan(decodes, prefills, sampling=sampling, num_steps=num_steps, grown=grown)
+        return StepPlan(decodes, prefills, sampling=sampling, num_steps=num_steps, with_new_blocks=with_new_blocks)
 
     def commit(self, plan: StepPlan, tokens: list[int]) -> None:
         """Takes in the `tokens` of one step of the plan, one for each of `plan.sampled`.
@@ -164,7 +164,7 @@ class Scheduler:
             self._release(seq)
         else:
             self._waiting.remove(seq)
-            self._stuck = None
+            self._blocked_head = None
         seq.state = SequenceState.FINISHED
 
     def drop_running(self) -> list[Sequence]:
@@ -176,7 +176,7 @@ class Scheduler:
 
     def drop_waiting(self) -> list[Sequence]:
         """Takes out and returns all waiting sequences: those never started and those preempted."""
-        dropped, self._waiting, self._stuck = list(self._waiting), deque(), None
+        dropped, self._waiting, self._blocked_head = list(self._waiting), deque(), None
         for seq in dropped:
             seq.state = SequenceState.FINISHED
         return dropped
@@ -201,11 +201,11 @@ class Scheduler:
                 seq.num_in_flight += 1
                 sampling.append(index)
             self.num_prompt_tokens_computed += max(0, min(stop, seq.num_prompt_tokens) - start)
-            if seq.chain is not None:
-                self._publish(seq, seq.chain, stop // self.pool.block_size)
+            if seq.hashes is not None:
+                self._publish(seq, seq.hashes, stop // self.pool.block_size)
         return sampling
 
-    def _reserve(self, decodes: list[Slice], num_steps: int, grown: list[Sequence]) -> int:
+    def _reserve(self, decodes: list[Slice], num_steps: int, with_new_blocks: list[Sequence]) -> int:
         """Allocates blocks for up to `num_steps` decode steps; returns the number for which there are enough."""
         if num_steps > 1 and any(seq.needs_host for seq, _, _ in decodes):
             return 1
@@ -218,7 +218,7 @@ class Scheduler:
                 for seq, number in needs:
                     if number > 0:
                         self._extend(seq, number)
-                        grown.append(seq)
+                        with_new_blocks.append(seq)
                 break
             num_steps //= 2
         return num_steps
@@ -235,7 +235,7 @@ class Scheduler:
         if len(seq.blocks) == self.pool.num_blocks:
             if not seq.num_in_flight:  # else that token may end it
                 self.finish(seq)
-                self.overgrown.append(seq)
+                self.out_of_cache.append(seq)
             return False
         while not self.pool.num_free:
             latest = next(reversed(self._running))
@@ -252,7 +252,7 @@ class Scheduler:
         self.num_recomputed_tokens += seq.num_computed
         seq.num_lost = seq.num_computed
         num_full = min(seq.num_computed, len(seq.tokens)) // self.pool.block_size
-        self.pool.register(self._chain(seq, num_full), seq.blocks, num_full)
+        self.pool.register(self._hashes(seq, num_full), seq.blocks, num_full)
         self._release(seq)
         seq.num_preemptions += 1
         seq.num_computed = 0
@@ -262,9 +262,9 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         del self._running[seq]
         self._num_growing -= self._may_grow(seq)
-        if seq.chain is not None:
-            self._pending.difference_update(seq.chain.digests[seq.chain.num_registered :])
-            seq.chain.detach()
+        if seq.hashes is not None:
+            self._pending.difference_update(seq.hashes.digests[seq.hashes.num_registered :])
+            seq.hashes.detach()
         self.pool.free(seq.blocks)
         seq.blocks = []
         self._free_slots.append(seq.slot)
@@ -277,7 +277,7 @@ class Scheduler:
         if (
             has_prompts_anyway
             or self._num_since_admission >= self.admission_interval
-            or (self._stuck is None and len(self._free_slots) * _FREE_SLOTS_SHARE >= self.max_num_seqs)
+            or (self._blocked_head is None and len(self._free_slots) * _FREE_SLOTS_SHARE >= self.max_num_seqs)
         ):
             self._num_since_admission = 0
             return True
@@ -299,7 +299,7 @@ class Scheduler:
             if seq.num_in_flight:
                 break  # preempted with its newest token unknown
             num_usable = self.pool.num_free - self._num_growing
-            if self._stuck and self._stuck[0] is seq and self._stuck[1] > num_usable:
+            if self._blocked_head and self._blocked_head[0] is seq and self._blocked_head[1] > num_usable:
                 break
             hits = self._match(seq)
             if self._is_pending(seq, len(hits)):
@@ -308,7 +308,7 @@ class Scheduler:
             num_new = self._num_blocks(len(seq.tokens)) - len(hits)
             num_taken = num_new + self.pool.num_unreferenced(hits)
             if num_taken > num_usable:
-                self._stuck = seq, num_taken
+                self._blocked_head = seq, num_taken
                 break
             waiting.popleft()
             self._start(seq, hits, num_new)
@@ -316,7 +316,7 @@ class Scheduler:
         waiting.extendleft(reversed(passed_over))
 
     def _start(self, seq: Sequence, hits: list[int], num_new: int) -> None:
-        self._stuck = None
+        self._blocked_head = None
         self.pool.share(hits)
         seq.blocks = hits + self.pool.allocate(num_new)
         seq.num_computed = num_cached = len(hits) * self.pool.block_size
@@ -328,9 +328,9 @@ class Scheduler:
         seq.state = SequenceState.RUNNING
         self._running[seq] = None
         self._num_growing += self._may_grow(seq)
-        if seq.chain is not None:
-            self.pool.adopt(seq.chain, hits)
-            self._pending.update(seq.chain.digests[len(hits) :])
+        if seq.hashes is not None:
+            self.pool.adopt(seq.hashes, hits)
+            self._pending.update(seq.hashes.digests[len(hits) :])
 
     def _prefill(self, seq: Sequence, slices: list[Slice], budget: int) -> int:
         """Adds a slice with as many tokens as the budget allows. Returns the rest of the budget."""
@@ -348,12 +348,12 @@ class Scheduler:
 
     # -- prefixes
 
-    def _chain(self, seq: Sequence, num_blocks: int) -> Chain:
+    def _hashes(self, seq: Sequence, num_blocks: int) -> PrefixHashes:
         """Returns the sequence's hashes up to `num_blocks`. Rows share a root if prefix caching is on."""
-        if seq.chain is None:
-            seq.chain = Chain(0 if self.prefix_caching else ~seq.request.row_index)
-        seq.chain.extend(seq.tokens, num_blocks, self.pool.block_size)
-        return seq.chain
+        if seq.hashes is None:
+            seq.hashes = PrefixHashes(0 if self.prefix_caching else ~seq.request.row_index)
+        seq.hashes.extend(seq.tokens, num_blocks, self.pool.block_size)
+        return seq.hashes
 
     def _match(self, seq: Sequence) -> list[int]:
         """Returns the blocks that it can share. Never the last token's: that one has to be computed for its logits, and
@@ -362,22 +362,22 @@ class Scheduler:
         if not (self.prefix_caching or seq.num_preemptions or seq.request.params.n > 1):
             return []
         block_size = self.pool.block_size
-        chain = self._chain(seq, len(seq.tokens) // block_size)
-        return self.pool.match(chain, (len(seq.tokens) - 1) // block_size)
+        hashes = self._hashes(seq, len(seq.tokens) // block_size)
+        return self.pool.match(hashes, (len(seq.tokens) - 1) // block_size)
 
     def _is_pending(self, seq: Sequence, num_hits: int) -> bool:
         """True if a running sequence is about to compute the block after its hits, which it could then share."""
-        if seq.chain is None or num_hits == (len(seq.tokens) - 1) // self.pool.block_size:
+        if seq.hashes is None or num_hits == (len(seq.tokens) - 1) // self.pool.block_size:
             return False
-        return seq.chain.digests[num_hits] in self._pending
+        return seq.hashes.digests[num_hits] in self._pending
 
-    def _publish(self, seq: Sequence, chain: Chain, num_full: int) -> None:
+    def _publish(self, seq: Sequence, hashes: PrefixHashes, num_full: int) -> None:
         """Indexes the blocks that it was admitted with, of its first `num_full`, which are computed now."""
-        first = chain.num_registered
-        last = min(num_full, len(chain.digests))
+        first = hashes.num_registered
+        last = min(num_full, len(hashes.digests))
         if last > first:
-            self.pool.register(chain, seq.blocks, last)
-            self._pending.difference_update(chain.digests[first:last])
+            self.pool.register(hashes, seq.blocks, last)
+            self._pending.difference_update(hashes.digests[first:last])
 
     def check(self) -> None:
         """Asserts the invariants, between any two calls. For tests."""
@@ -385,7 +385,7 @@ class Scheduler:
         running = self._running
         open_blocks = [block for seq in running for block in seq.blocks[seq.num_computed // block_size :]]
         self.pool.check([seq.blocks for seq in running], writable=open_blocks)
-        ahead = {digest for seq in running if seq.chain for digest in seq.chain.digests[seq.chain.num_registered :]}
+        ahead = {digest for seq in running if seq.hashes for digest in seq.hashes.digests[seq.hashes.num_registered :]}
         assert self._pending <= ahead
         slots = [seq.slot for seq in running]
         assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs))

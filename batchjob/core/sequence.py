@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from batchjob.core.prefix_hash import Chain
+from batchjob.core.prefix_hash import PrefixHashes
 from batchjob.records import Request
 
 
@@ -39,7 +39,7 @@ class Sequence:
     prefill_len: int = field(init=False, default=0)  # tokens it had when last admitted; from there on it decodes
     num_preemptions: int = field(init=False, default=0)
     num_lost: int = field(init=False, default=0)  # what num_computed was when last preempted
-    chain: Chain | None = field(init=False, repr=False, default=None)  # only where blocks may be found again
+    hashes: PrefixHashes | None = field(init=False, repr=False, default=None)  # only where blocks may be found again
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.token_ids, *self.request.output_token_ids]

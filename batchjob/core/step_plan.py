@@ -29,7 +29,7 @@ class StepPlan:
     Blocks are there for all of them, but for steps beyond a sequence's `max_len`: those must not write to its blocks.
     """
 
-    __slots__ = ("grown", "num_decodes", "num_steps", "num_tokens", "sampled", "sampled_at", "slices")
+    __slots__ = ("num_decodes", "num_steps", "num_tokens", "sampled", "sampled_at", "slices", "with_new_blocks")
 
     slices: list[Slice]
     num_decodes: int
@@ -37,7 +37,7 @@ class StepPlan:
     num_tokens: int  # of all slices: rows of the packed input
     sampled: list[Slice]  # those after whose last position a token is sampled, in order
     sampled_at: range | list[int]  # their indices in `slices`
-    grown: list[Sequence]  # of the decodes, those that have more blocks than when they were last in a plan
+    with_new_blocks: list[Sequence]  # of the decodes, those that have more blocks than when they were last in a plan
 
     def __init__(
         self,
@@ -46,20 +46,20 @@ class StepPlan:
         *,
         sampling: Iterable[int] = (),
         num_steps: int = 1,
-        grown: Iterable[Sequence] = (),
+        with_new_blocks: Iterable[Sequence] = (),
     ) -> None:
         """`sampling` are the indices of the prefills that reach the end of their tokens: one more is sampled there."""
         prefills = prefills or []
         self.slices = decodes + prefills if prefills else decodes
         self.num_decodes = len(decodes)
-        self.num_tokens = len(decodes) + sum(piece.stop - piece.start for piece in prefills)
+        self.num_tokens = len(decodes) + sum(slice_.stop - slice_.start for slice_ in prefills)
         if prefills:
             self.sampled_at = [*range(len(decodes)), *(len(decodes) + index for index in sampling)]
             self.sampled = [self.slices[index] for index in self.sampled_at]
         else:
             self.sampled_at, self.sampled = range(len(decodes)), decodes
         self.num_steps = num_steps
-        self.grown = list(grown)
+        self.with_new_blocks = list(with_new_blocks)
 
     @property
     def decode_only(self) -> bool:

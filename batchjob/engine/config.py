@@ -72,15 +72,25 @@ class Capacity:
     async_scheduling: bool = False  # a step may be started before the tokens of the one before it are known
 
 
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """The results of a plan: for each of its `num_steps`, one entry per slice of `plan.sampled`.
+
+    The token `tasks.base.NOT_FINITE` stands for "the logits of this row are not finite numbers": the row fails, the
+    others go on. The tokens of a row after the one that ends it have no meaning. `logprobs` and `values` are None
+    where the task asks for none.
+    """
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]] | None = None  # of these tokens
+    values: list[list[list[float]]] | None = None  # the numbers that a task asks for: scores, an embedding
+
+
 class Handle(Protocol):
-    """One step that has been started."""
+    """A plan that has been started."""
 
-    def tokens(self) -> list[list[int]]:
-        """Waits for the plan and returns, for each of its `num_steps`, one new token id per slice of `plan.sampled`.
-
-        `tasks.base.NOT_FINITE` stands for "the logits of this row are not finite numbers": the row fails, the others go
-        on. What a row gets after the token that ends it has no meaning.
-        """
+    def result(self) -> StepOutput:
+        """Waits for the plan and returns its results."""
         ...
 
 
@@ -99,7 +109,7 @@ class Runner(Protocol):
         """Starts one step, or as many in a row as the plan says.
 
         With `async_scheduling` the step before it may still be in flight, and its tokens unknown to the host; without,
-        the plan's sequences do not change until the handle's `tokens()` has returned.
+        the plan's sequences do not change until the handle's `result()` has returned.
         """
         ...
 

@@ -8,7 +8,8 @@ does not wait for the host.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from batchjob.core.blocks import BlockPool
@@ -38,6 +39,9 @@ class EngineStats:
     runner_seconds: float  # spent in the runner, the wait for its tokens included
 
 
+_Launched = tuple[StepPlan, Handle]
+
+
 class Engine:
     """Continuous batching: rows enter and leave at any step. The task decides when a row ends, and with what."""
 
@@ -64,7 +68,7 @@ class Engine:
             admission_interval=capacity.admission_interval,
         )
         self._decode_steps = config.decode_steps_per_launch
-        self._in_flight: tuple[StepPlan, Handle] | None = None
+        self._in_flight: _Launched | None = None
         self._num_steps = self._num_batched_tokens = self._num_sampled = self._num_prompt_tokens = self._num_wasted = 0
         self._runner_seconds = 0.0
 
@@ -119,45 +123,45 @@ class Engine:
         With `async_scheduling` it starts one step and returns what the step before it has ended. Raises EngineError if
         the runner fails. No row is lost by that: what has not been returned is unfinished.
         """
-        scheduler = self._scheduler
-        plan = scheduler.schedule(self._decode_steps)
-        done = [self._end_overgrown(seq) for seq in scheduler.overgrown]
-        started = None if plan is None else (plan, self._start(plan))
-        if self.capacity.async_scheduling:
-            started, self._in_flight = self._in_flight, started
-        if started is not None:
-            self._collect(*started, done)
-        elif not done and self._in_flight is None and self.has_unfinished():
-            raise EngineError(f"no step can be made with {self.num_waiting} waiting rows: this is a bug")
-        return done
+        plan = self._scheduler.schedule(self._decode_steps)
+        launched = self._execute(plan)
+        arrived = self._exchange(launched)
+        return self._evicted() + self._commit(arrived)
 
-    def _start(self, plan: StepPlan) -> Handle:
+    def _execute(self, plan: StepPlan | None) -> _Launched | None:
+        """Starts a plan; None where there is nothing to do now."""
+        if plan is None:
+            if self._in_flight is None and not self._scheduler.out_of_cache and self.has_unfinished():
+                raise EngineError(f"no step can be scheduled with {self.num_waiting} waiting rows: this is a bug")
+            return None
         if self._before_step is not None:
             self._before_step(plan)
-        started = time.perf_counter()
-        try:
-            handle = self._runner.execute(plan)
-        except BatchJobError:
-            raise
-        except Exception as error:
-            raise EngineError(self._describe_failure(plan, error)) from error
-        self._runner_seconds += time.perf_counter() - started
-        return handle
+        with self._in_runner(plan):
+            return plan, self._runner.execute(plan)
 
-    def _collect(self, plan: StepPlan, handle: Handle, done: list[Completion]) -> None:
-        """Waits for a plan's tokens, takes them in, and adds to `done` the rows that they end."""
-        started = time.perf_counter()
-        try:
-            steps = handle.tokens()
-        except BatchJobError:
-            raise
-        except Exception as error:
-            raise EngineError(self._describe_failure(plan, error)) from error
-        self._runner_seconds += time.perf_counter() - started
+    def _exchange(self, launched: _Launched | None) -> _Launched | None:
+        """The plan whose results are waited for: with `async_scheduling` the one launched before, else this one."""
+        if not self.capacity.async_scheduling:
+            return launched
+        arrived, self._in_flight = self._in_flight, launched
+        return arrived
+
+    def _evicted(self) -> list[Completion]:
+        """The rows that the last plan has ended, because each alone needs more than the whole cache."""
+        return [self._evict(seq) for seq in self._scheduler.out_of_cache]
+
+    def _commit(self, arrived: _Launched | None) -> list[Completion]:
+        """Waits for the results of a plan, appends its tokens, and returns the rows that they end."""
+        if arrived is None:
+            return []
+        plan, handle = arrived
+        with self._in_runner(plan):
+            output = handle.result()
         self._num_steps += plan.num_steps
         self._num_batched_tokens += plan.num_tokens * plan.num_steps
         scheduler, finished = self._scheduler, SequenceState.FINISHED
-        for tokens in steps:
+        completions = []
+        for tokens in output.tokens:
             scheduler.commit(plan, tokens)
             pairs = zip(plan.sampled, tokens, strict=True)
             unfinished = [(slice_.seq, token) for slice_, token in pairs if slice_.seq.state is not finished]
@@ -165,10 +169,23 @@ class Engine:
             self._num_wasted += len(tokens) - len(unfinished)
             for seq, completion in self._task.ended(unfinished):
                 scheduler.finish(seq)
-                done.append(completion)
+                completions.append(completion)
+        return completions
+
+    @contextmanager
+    def _in_runner(self, plan: StepPlan) -> Iterator[None]:
+        """Counts the seconds, and turns whatever is raised into an EngineError that names the rows of the plan."""
+        started = time.perf_counter()
+        try:
+            yield
+        except BatchJobError:
+            raise
+        except Exception as error:
+            raise EngineError(self._describe_failure(plan, error)) from error
+        self._runner_seconds += time.perf_counter() - started
 
     def _describe_failure(self, plan: StepPlan, error: Exception) -> str:
-        rows = sorted({piece.seq.request.row_index for piece in plan.slices})
+        rows = sorted({slice_.seq.request.row_index for slice_ in plan.slices})
         shown = ", ".join(map(str, rows[:8])) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
         return (
             f"step {self._num_steps + 1} failed with {type(error).__name__}: {error} "
@@ -177,7 +194,7 @@ class Engine:
 
     # -- ends
 
-    def _end_overgrown(self, seq: Sequence) -> Completion:
+    def _evict(self, seq: Sequence) -> Completion:
         """The scheduler has taken it out already."""
         self._task.forget(seq)
         num_tokens, capacity = len(seq.tokens), self.capacity

@@ -14,7 +14,7 @@ from zlib import crc32
 
 from batchjob.core.sequence import Sequence
 from batchjob.core.step_plan import StepPlan
-from batchjob.engine.config import Capacity, EngineConfig
+from batchjob.engine.config import Capacity, EngineConfig, StepOutput
 
 VOCAB_SIZE = 65_536
 EOS_TOKEN_ID = 2
@@ -46,13 +46,13 @@ def fake_capacity(config: EngineConfig) -> Capacity:
 
 
 class FakeHandle:
-    __slots__ = ("_tokens",)
+    __slots__ = ("_output",)
 
-    def __init__(self, tokens: list[list[int]]) -> None:
-        self._tokens = tokens
+    def __init__(self, output: StepOutput) -> None:
+        self._output = output
 
-    def tokens(self) -> list[list[int]]:
-        return self._tokens
+    def result(self) -> StepOutput:
+        return self._output
 
 
 class FakeRunner:
@@ -105,7 +105,7 @@ class FakeRunner:
                 answer = answers[seq.slot]
                 tokens.append(answer[(stop + step - seq.num_prompt_tokens) % len(answer)])
             steps.append(tokens)
-        return FakeHandle(steps)
+        return FakeHandle(StepOutput(steps))
 
     def close(self) -> None:
         self._owners, self._answers = [], []
@@ -134,7 +134,7 @@ class FakeRunner:
             raise RuntimeError(f"told to crash at step {self._num_steps}")
         if self._num_steps == self._kill_at_step or (
             self._poison_token is not None
-            and any(self._poison_token in piece.seq.request.token_ids for piece in plan.slices)
+            and any(self._poison_token in slice_.seq.request.token_ids for slice_ in plan.slices)
         ):
             os.kill(os.getpid(), signal.SIGKILL)
         while self._num_steps == self._hang_at_step:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from batchjob.core.step_plan import StepPlan
-from batchjob.engine.config import Capacity, EngineConfig
+from batchjob.engine.config import Capacity, EngineConfig, StepOutput
 from batchjob.engine.kv_cache import KVCache, bytes_per_block, choose_num_blocks
 from batchjob.engine.memory import bytes_for_cache, largest_step, with_one_try, with_second_try
 from batchjob.engine.model.backends import choose_backend, fused_ops
@@ -54,13 +54,13 @@ class TokenHandle:
             self._event.record()
 
     def is_ready(self) -> bool:
-        """Whether `tokens` returns at once."""
+        """Whether `result` returns at once."""
         return self._event is None or self._event.query()
 
-    def tokens(self) -> list[list[int]]:
+    def result(self) -> StepOutput:
         if self._event is not None:
             self._event.synchronize()
-        return self._tokens.tolist()
+        return StepOutput(self._tokens.tolist())
 
 
 class RankGroup(Protocol):

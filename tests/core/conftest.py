@@ -37,7 +37,7 @@ class PrefixModel:
 
     def execute(self, plan: StepPlan) -> list[list[int]]:
         """Tokens by step; 0 for a sequence that was over before a step."""
-        seqs = [piece.seq for piece in plan.slices]
+        seqs = [slice_.seq for slice_ in plan.slices]
         assert len(set(seqs)) == len(seqs)
         slots = [seq.slot for seq in seqs]
         assert len(set(slots)) == len(slots)
@@ -53,7 +53,7 @@ class PrefixModel:
                 for seq, start, stop in plan.slices
                 if stop + number < seq.max_len
             ]
-            tokens = dict(zip((piece.seq for piece in slices), self._step(plan, slices, slices), strict=True))
+            tokens = dict(zip((slice_.seq for slice_ in slices), self._step(plan, slices, slices), strict=True))
             steps.append([tokens.get(seq, 0) for seq in seqs])
         return steps
 
@@ -62,7 +62,7 @@ class PrefixModel:
         """Tokens that this plan samples for the sequence."""
         if plan.num_steps > 1:
             return min(plan.num_steps, seq.max_len - start - 1)
-        return sum(piece.seq is seq for piece in plan.sampled)
+        return sum(slice_.seq is seq for slice_ in plan.sampled)
 
     def _step(self, plan: StepPlan, slices: list[Slice], sampled: list[Slice]) -> list[int]:
         written: set[int] = set()
@@ -79,9 +79,9 @@ class PrefixModel:
                 assert self.cells[self._cell(seq, position)] == self._prefixes[seq][position]
         assert plan.num_tokens == len(written) or plan.num_steps > 1
         self.num_tokens += len(written)
-        new = [self.sample(piece.seq.request, self._prefixes[piece.seq][piece.stop - 1]) for piece in sampled]
-        for piece, token in zip(sampled, new, strict=True):
-            self._tokens[piece.seq].append(token)
+        new = [self.sample(slice_.seq.request, self._prefixes[slice_.seq][slice_.stop - 1]) for slice_ in sampled]
+        for slice_, token in zip(sampled, new, strict=True):
+            self._tokens[slice_.seq].append(token)
         return new
 
     def sample(self, request: Request, prefix: int) -> int:
@@ -129,7 +129,7 @@ class Runner:
         self.scheduler = Scheduler(self.pool, **{**limits, **settings})
         self.model = PrefixModel(block_size)
         self.outputs: dict[tuple[int, int], list[int]] = {}
-        self.overgrown: list[Sequence] = []
+        self.out_of_cache: list[Sequence] = []
         self.seen: dict[Sequence, None] = {}  # every sequence that ever ran
         self.num_steps = 0
         self.ahead, self.steps_per_plan, self.eos = ahead, num_steps, eos
@@ -145,7 +145,7 @@ class Runner:
         """One step, as (row, start, stop) of each slice; None when there was nothing to do."""
         plan = self.scheduler.schedule(self.steps_per_plan)
         self._check()
-        self.overgrown += self.scheduler.overgrown
+        self.out_of_cache += self.scheduler.out_of_cache
         if plan is None and self.in_flight is None:
             return None
         summary = []
@@ -153,7 +153,7 @@ class Runner:
         if plan is not None:
             assert 0 < plan.num_tokens <= self.scheduler.max_num_batched_tokens
             self.num_steps += plan.num_steps
-            self.seen.update(dict.fromkeys(piece.seq for piece in plan.slices))
+            self.seen.update(dict.fromkeys(slice_.seq for slice_ in plan.slices))
             summary = [(seq.request.row_index, start, stop) for seq, start, stop in plan.slices]
             started = plan, self.model.execute(plan)
         if self.ahead:
@@ -172,8 +172,8 @@ class Runner:
         for tokens in steps:
             self.scheduler.commit(plan, tokens)
             self._check()
-            for piece, token in zip(plan.sampled, tokens, strict=True):
-                seq = piece.seq
+            for slice_, token in zip(plan.sampled, tokens, strict=True):
+                seq = slice_.seq
                 if seq.state is SequenceState.FINISHED or not (len(seq.tokens) == seq.max_len or token == self.eos):
                     continue
                 self.scheduler.finish(seq)

@@ -103,12 +103,12 @@ def test_a_preempted_row_waits_until_its_tokens_in_flight_are_known(make_request
     plans = []
     while not scheduler.num_preemptions:
         plans.append(scheduler.schedule())
-    first, second = (piece.seq for piece in plans[0].slices)
+    first, second = (slice_.seq for slice_ in plans[0].slices)
     assert second.num_in_flight == len(plans) - 1
     plans.append(scheduler.schedule())
     assert scheduler.num_waiting == 1, "there is room for the tokens that are known"
     for plan in plans:
         scheduler.commit(plan, [7] * len(plan.sampled))
     scheduler.finish(first)
-    [piece] = scheduler.schedule().slices
-    assert (piece.seq, piece.stop) == (second, 4 + len(plans) - 2)
+    [slice_] = scheduler.schedule().slices
+    assert (slice_.seq, slice_.stop) == (second, 4 + len(plans) - 2)

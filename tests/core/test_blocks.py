@@ -2,18 +2,18 @@ import pytest
 
 from batchjob.core import BlockPool
 from batchjob.core import prefix_hash as chain_module
-from batchjob.core.prefix_hash import Chain
+from batchjob.core.prefix_hash import PrefixHashes
 
 SIZE = 4
 
 
-def chain_of(tokens: list[int], root: int = 0) -> Chain:
-    chain = Chain(root)
+def chain_of(tokens: list[int], root: int = 0) -> PrefixHashes:
+    chain = PrefixHashes(root)
     chain.extend(tokens, len(tokens) // SIZE, SIZE)
     return chain
 
 
-def fill(pool: BlockPool, tokens: list[int], root: int = 0) -> tuple[list[int], Chain]:
+def fill(pool: BlockPool, tokens: list[int], root: int = 0) -> tuple[list[int], PrefixHashes]:
     """A table with the full blocks of `tokens`, all in the index."""
     chain = chain_of(tokens, root)
     blocks = pool.allocate(len(chain.digests))
@@ -173,7 +173,7 @@ def test_equal_digests_and_tokens_after_another_prefix_are_no_hit(monkeypatch: p
 
 def test_digests_are_made_once_however_the_chain_grows():
     tokens = list(range(40))
-    grown = Chain(0)
+    grown = PrefixHashes(0)
     for num_blocks in (1, 3, 3, 2, 10):
         grown.extend(tokens, num_blocks, SIZE)
     assert grown.digests == chain_of(tokens).digests

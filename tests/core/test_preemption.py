@@ -70,7 +70,7 @@ def test_a_row_that_outgrows_the_whole_cache_is_handed_back(make_runner, make_re
     runner.add(make_request(0, range(10), max_tokens=20))
     runner.run()
     assert runner.outputs == {}
-    [seq] = runner.overgrown
+    [seq] = runner.out_of_cache
     assert seq.state is SequenceState.FINISHED
     assert len(seq.tokens) == 17  # 16 in the cache and one that was sampled from them
     assert seq.num_preemptions == 0
@@ -83,7 +83,7 @@ def test_a_row_that_fills_the_whole_cache_ends_well(make_runner, make_request):
     for row, (length, max_tokens) in {**sizes, **small}.items():
         runner.add(make_request(row, range(row, row + length), max_tokens=max_tokens))
     runner.run()
-    assert [seq.request.row_index for seq in runner.overgrown] == [2]
+    assert [seq.request.row_index for seq in runner.out_of_cache] == [2]
     assert {row: len(tokens) for (row, _), tokens in runner.outputs.items()} == dict.fromkeys([0, 1, 3, 4, 5], 8)
 
 
@@ -92,7 +92,7 @@ def test_rows_that_outgrow_the_cache_do_not_hold_up_the_rest(make_runner, make_r
     runner.add(*(make_request(row, range(13), max_tokens=30) for row in range(2)))
     runner.add(*(make_request(row, range(12), max_tokens=5) for row in range(2, 4)))
     runner.run()
-    assert sorted(seq.request.row_index for seq in runner.overgrown) == [0, 1]
+    assert sorted(seq.request.row_index for seq in runner.out_of_cache) == [0, 1]
     assert {row: len(tokens) for (row, _), tokens in runner.outputs.items()} == {2: 5, 3: 5}
 
 

@@ -88,11 +88,11 @@ def test_a_slot_stays_the_same_as_long_as_a_row_runs(make_request):
             assert 0 <= seq.slot < 4
             slots.setdefault(seq.request.row_index, set()).add(seq.slot)
         scheduler.commit(plan, [1] * len(plan.sampled))
-        for piece in plan.sampled:
-            if len(piece.seq.tokens) == piece.seq.max_len:
-                scheduler.finish(piece.seq)
-                assert piece.seq.slot == -1
-                assert piece.seq.state is SequenceState.FINISHED
+        for slice_ in plan.sampled:
+            if len(slice_.seq.tokens) == slice_.seq.max_len:
+                scheduler.finish(slice_.seq)
+                assert slice_.seq.slot == -1
+                assert slice_.seq.state is SequenceState.FINISHED
     assert all(len(used) == 1 for used in slots.values())
     assert slots.keys() == set(range(6))
 

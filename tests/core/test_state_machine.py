@@ -10,7 +10,7 @@ from batchjob.core import SequenceState
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Few blocks, few slots, few token values: shared prefixes, preemptions and overgrown rows are common."""
+    """Few blocks, few slots, few token values: shared prefixes, preemptions and rows that outgrow the cache are common."""
 
     def __init__(self, make_runner, make_request) -> None:
         super().__init__()
@@ -90,14 +90,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "runner"):
             return
         self.runner.run()
-        overgrown = {(seq.request.row_index, seq.request.sample_index): seq for seq in self.runner.overgrown}
-        ended = [*self.runner.outputs, *overgrown, *self.gone]
+        out_of_cache = {(seq.request.row_index, seq.request.sample_index): seq for seq in self.runner.out_of_cache}
+        ended = [*self.runner.outputs, *out_of_cache, *self.gone]
         assert sorted(ended) == sorted(self.requests)  # each exactly once
         for key, tokens in self.runner.outputs.items():
             request = self.requests[key]
             num_tokens = min(request.params.max_tokens, 40 - len(request.token_ids))
             assert tokens == self.runner.model.answer(request, num_tokens, self.runner.eos)
-        for seq in overgrown.values():
+        for seq in out_of_cache.values():
             assert len(seq.tokens) == self.runner.pool.num_blocks * self.runner.pool.block_size + 1
 
 

@@ -52,7 +52,7 @@ def sequence(tokens: list[int], slot: int, blocks: list[int]) -> Sequence:
 
 def step(runner: TorchRunner, *slices: tuple[Sequence, int, int]) -> list[int]:
     sampling = [index for index, (seq, _, stop) in enumerate(slices) if stop == len(seq.tokens)]
-    [tokens] = runner.execute(StepPlan([], [Slice(*piece) for piece in slices], sampling=sampling)).tokens()
+    [tokens] = runner.execute(StepPlan([], [Slice(*slice_) for slice_ in slices], sampling=sampling)).result().tokens
     sampled = [slices[index][0] for index in sampling]
     for seq, token in zip(sampled, tokens, strict=True):
         seq.tokens.append(token)

@@ -25,7 +25,7 @@ import torch
 
 from batchjob import child_process
 from batchjob.core.step_plan import StepPlan
-from batchjob.engine.config import Capacity, EngineConfig
+from batchjob.engine.config import Capacity, EngineConfig, StepOutput
 from batchjob.engine.model.checkpoint import load_config
 from batchjob.engine.parallel.group import Group, abort, check_plan
 from batchjob.engine.runner import TokenHandle, TorchRunner
@@ -164,14 +164,14 @@ class ParallelHandle:
         self._handle = handle
         self._followers = followers
 
-    def tokens(self) -> list[list[int]]:
+    def result(self) -> StepOutput:
         # NCCL waits for a rank that is gone; so the device is not waited for, but looked at.
         while not self._handle.is_ready():
             self._followers.check()
             time.sleep(_POLL)
-        tokens = self._handle.tokens()
+        output = self._handle.result()
         self._followers.check()
-        return tokens
+        return output
 
 
 class ParallelRunner:

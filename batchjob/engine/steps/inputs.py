@@ -87,7 +87,7 @@ class InputBuilder:
         self.new_seqs = []
         table_at: list[int] = []
         table: list[int] = []
-        for seq in plan.grown:
+        for seq in plan.with_new_blocks:
             self._update(seq, table_at, table)
         for slice_ in plan.slices[plan.num_decodes :]:
             self._update(slice_.seq, table_at, table)

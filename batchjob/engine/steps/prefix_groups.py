@@ -33,7 +33,7 @@ class PrefixGroups:
 
     def arrange(self, plan: StepPlan) -> tuple[list[int], list[Context]]:
         """The places of the plan's slices in the order in which they are packed, and the contexts over that order."""
-        seqs = [(piece.seq, piece.seq.num_preemptions) for piece in plan.slices]
+        seqs = [(slice_.seq, slice_.seq.num_preemptions) for slice_ in plan.slices]
         if not plan.decode_only or seqs != self._known:
             self._order, self._contexts = self._arrange(plan)
             self._known = seqs if plan.decode_only else []
@@ -42,7 +42,7 @@ class PrefixGroups:
     def _arrange(self, plan: StepPlan) -> tuple[list[int], list[Context]]:
         size, slices = self._block_size, plan.slices
         # Only blocks that lie before all of a slice's queries can be read together with another's.
-        prefixes = [piece.seq.blocks[: piece.start // size] for piece in slices]
+        prefixes = [slice_.seq.blocks[: slice_.start // size] for slice_ in slices]
         spans: list[tuple[int, int]] = []  # of blocks, by context
         paths: list[tuple[int, ...]] = [()] * len(slices)  # by slice: the contexts it is in, from the root
 
@@ -67,9 +67,9 @@ class PrefixGroups:
             visit(with_prefix, 0, 0)
 
         def place(row: int) -> tuple[tuple[int, ...], bool, int]:
-            piece, path = slices[row], paths[row]
+            slice_, path = slices[row], paths[row]
             read = spans[path[-1]][1] * size if path else 0
-            return path, piece.stop - piece.start > 1, piece.stop - read
+            return path, slice_.stop - slice_.start > 1, slice_.stop - read
 
         order = sorted(range(len(slices)), key=place)
         contexts = []

@@ -413,7 +413,7 @@ def run_rows(path: Path, **settings: Any) -> list[list[int]]:
         assert scheduler.add(Request(row, 0, prompt, params, stream=row)) is None
     outputs: dict[int, list[int]] = {}
     while (plan := scheduler.schedule()) is not None:
-        for tokens in runner.execute(plan).tokens():
+        for tokens in runner.execute(plan).result().tokens:
             scheduler.commit(plan, tokens)  # type: ignore[arg-type]
         for seq in [piece.seq for piece in plan.sampled]:
             if len(seq.tokens) == seq.max_len:

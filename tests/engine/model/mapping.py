@@ -221,8 +221,8 @@ def run_engine(path: Path, *, block_size: int, num_tokens: int, pool: int) -> tu
     outputs: dict[int, list[int]] = {}
     preempted = 0
     while (plan := scheduler.schedule()) is not None:
-        scheduler.commit(plan, runner.execute(plan).tokens()[0])
-        for seq in [piece.seq for piece in plan.sampled]:
+        scheduler.commit(plan, runner.execute(plan).result().tokens[0])
+        for seq in [slice_.seq for slice_ in plan.sampled]:
             if len(seq.tokens) == seq.max_len:
                 outputs[seq.request.row_index] = seq.output_token_ids
                 preempted += seq.num_preemptions

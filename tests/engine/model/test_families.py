@@ -60,8 +60,8 @@ def run(path: Path, config: EngineConfig) -> list[list[int]]:
         assert scheduler.add(Request(row, 0, prompt, SamplingParams(max_tokens=NUM_OUTPUT), stream=row)) is None
     outputs: dict[int, list[int]] = {}
     while (plan := scheduler.schedule()) is not None:
-        scheduler.commit(plan, runner.execute(plan).tokens()[0])
-        for seq in [piece.seq for piece in plan.sampled]:
+        scheduler.commit(plan, runner.execute(plan).result().tokens[0])
+        for seq in [slice_.seq for slice_ in plan.sampled]:
             if len(seq.tokens) == seq.max_len:
                 outputs[seq.request.row_index] = seq.output_token_ids
                 scheduler.finish(seq)

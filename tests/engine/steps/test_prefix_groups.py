@@ -72,9 +72,9 @@ def test_a_decode_step_of_the_same_rows_is_not_worked_out_again(monkeypatch: pyt
     slices = [slice_of([1, 2, 3], 14), slice_of([1, 2, 3], 12), slice_of([1, 2, 3], 13)]
     first = prefixes.arrange(StepPlan(slices))
     monkeypatch.setattr(prefixes, "_arrange", lambda plan: pytest.fail("worked out again"))
-    for piece in slices:
-        piece.seq.tokens.append(7)
-    again = [Slice(piece.seq, piece.stop, piece.stop + 1) for piece in slices]
+    for slice_ in slices:
+        slice_.seq.tokens.append(7)
+    again = [Slice(slice_.seq, slice_.stop, slice_.stop + 1) for slice_ in slices]
     assert prefixes.arrange(StepPlan(again)) == first
     monkeypatch.setattr(prefixes, "_arrange", lambda plan: ([], []))
     again[0].seq.num_preemptions += 1
