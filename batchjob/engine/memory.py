@@ -125,7 +125,7 @@ def largest_step(
         device_lens=DeviceLens.of(lens, lens, [0] * len(lens), device) if has_device_lens else None,
         deterministic=config.deterministic,
     )
-    keep = torch.arange(min(max_num_seqs, num_tokens), device=device)
+    logit_positions = torch.arange(min(max_num_seqs, num_tokens), device=device)
     step = StepContext(meta, cache, model.backend.module)
-    logits = forward(torch.zeros_like(positions), positions, keep, step)
+    logits = forward(torch.zeros_like(positions), positions, logit_positions, step)
     torch.softmax(logits.float(), dim=1)

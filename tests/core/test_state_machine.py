@@ -10,7 +10,7 @@ from batchjob.core import SequenceState
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Few blocks, few slots, few token values: shared prefixes, preemptions and rows that outgrow the cache are common."""
+    """Few blocks, few slots, few token values: shared prefixes, preemptions, rows that outgrow the cache."""
 
     def __init__(self, make_runner, make_request) -> None:
         super().__init__()

@@ -54,36 +54,36 @@ class InvariantForward:
             raise UnsupportedModelError(f"{model.name} cannot run with --deterministic: {described(error)}") from error
 
     @torch.inference_mode()
-    def forward(self, input_ids: Tensor, positions: Tensor, keep: Tensor, step: StepContext) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, logit_positions: Tensor, step: StepContext) -> Tensor:
         """As `LoadedModel.forward`. Contexts of the step are not used; lengths on the device are waited for."""
         assert step.meta is not None
         assert step.cache is not None
-        kept = keep.tolist()
+        kept = logit_positions.tolist()
         parts: list[Tensor] = []
         order: list[int] = []  # rows of `parts`, as rows of the step
-        broken: list[Tensor] = []
+        nonfinite: list[Tensor] = []
         with single_thread(), repeatable():
             for block in _blocks(step.meta, step.cache.null_block):
                 wanted = [row for row in kept if block.start <= row < block.stop]
                 # Logits of all rows or of none, so that they too are products of one shape.
                 rows = torch.arange(ROWS if wanted else 0, device=input_ids.device)
-                own = StepContext(block.meta, step.cache, self._backend, watches=step.watches)
+                own = StepContext(block.meta, step.cache, self._backend, check_finite=step.check_finite)
                 ids = block.padded(input_ids)
                 logits = self._model.forward(ids, block.padded(positions), rows, own)
                 parts.append(logits[[row - block.start for row in wanted]])
                 order += wanted
-                if own.broken is not None:
-                    broken.append(own.broken[: block.stop - block.start])
-        if broken:
-            step.broken = torch.cat(broken)
+                if own.nonfinite is not None:
+                    nonfinite.append(own.nonfinite[: block.stop - block.start])
+        if nonfinite:
+            step.nonfinite = torch.cat(nonfinite)
         place = {row: index for index, row in enumerate(order)}
         return torch.cat(parts)[[place[row] for row in kept]]
 
     def _check(self, expected: list[Tensor]) -> None:
         """Checks that the model, changed and in blocks, still gives what it gave, which is `expected`."""
 
-        def forward(_: nn.Module, ids: Tensor, positions: Tensor, keep: Tensor, step: StepContext) -> Tensor:
-            return self.forward(ids, positions, keep, step)
+        def forward(_: nn.Module, ids: Tensor, positions: Tensor, logit_positions: Tensor, step: StepContext) -> Tensor:
+            return self.forward(ids, positions, logit_positions, step)
 
         actual = packed_logits(self._model.module, self._model.shapes, self._backend, forward, self._block_size)
         if problem := logits_problem(expected, actual):
@@ -137,9 +137,9 @@ class InvariantForward:
             block_size=size,
             deterministic=True,
         )
-        keep = torch.arange(len(ids), device=device)
+        logit_positions = torch.arange(len(ids), device=device)
         step = StepContext(meta, cache, self._backend)
-        return self.forward(ids.to(device), torch.cat(positions).to(device), keep, step)
+        return self.forward(ids.to(device), torch.cat(positions).to(device), logit_positions, step)
 
     def _refusal(self, cause: str) -> str:
         where = f"on {self._device}"

@@ -58,9 +58,9 @@ class StepContext:
     cache: KVCache | None = None
     backend: ModuleType | None = None
     calls: list[LayerCall] = field(default_factory=list)
-    watches: bool = False  # whether `broken` is wanted
+    check_finite: bool = False  # whether `nonfinite` is wanted
     positions: Tensor | None = None  # int64 [num_tokens]: of the tokens, while the step is computed
-    broken: Tensor | None = None  # bool [num_tokens]: the model's last hidden state is not finite there
+    nonfinite: Tensor | None = None  # bool [num_tokens]: the model's last hidden state is not finite there
     _query_scales: dict[tuple[float, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def query_scale(self, cos: Tensor, beta: float, length: int) -> Tensor:

@@ -55,11 +55,11 @@ class LoadedModel:
     unfused: tuple[str, ...] = ()  # classes of attention and MLPs that were to be fused and run as they are
     unknown_ids: Tensor | None = None  # int64; ids that stand for no token, which are never to be drawn
 
-    def forward(self, input_ids: Tensor, positions: Tensor, keep: Tensor, step: StepContext) -> Tensor:
-        """`input_ids` and `positions` int64 [num_tokens] -> logits [len(keep), vocab_size] of the rows `keep`.
+    def forward(self, input_ids: Tensor, positions: Tensor, logit_positions: Tensor, step: StepContext) -> Tensor:
+        """`input_ids` and `positions` int64 [num_tokens] -> logits [len(logit_positions), vocab_size] of the rows `logit_positions`.
 
         The logits of `unknown_ids` are -inf."""
-        logits = packed_forward(self.module, input_ids, positions, keep, step)
+        logits = packed_forward(self.module, input_ids, positions, logit_positions, step)
         return logits if self.unknown_ids is None else logits.index_fill_(1, self.unknown_ids, -torch.inf)
 
 
@@ -244,14 +244,14 @@ def _watch_hidden_states(module: nn.Module) -> None:
 
     def look(_: nn.Module, args: Any, output: Any) -> None:
         step = current_step()
-        if step is not None and step.watches:
-            step.broken = ~torch.isfinite(output[0][0]).all(dim=1)
+        if step is not None and step.check_finite:
+            step.nonfinite = ~torch.isfinite(output[0][0]).all(dim=1)
 
     if called:
         called[-1].register_forward_hook(look)
-    step = StepContext(watches=True)
+    step = StepContext(check_finite=True)
     packed_forward(module, ids, ids, ids, step)
-    if step.broken is None or len(step.broken) != len(ids):
+    if step.nonfinite is None or len(step.nonfinite) != len(ids):
         raise UnsupportedModelError(f"{type(module).__name__} does not show its last hidden states to a hook")
 
 
@@ -264,8 +264,10 @@ def _still_equal(expected: list[Tensor], packed: Callable[[], list[Tensor]]) -> 
 
 
 @torch.inference_mode()
-def packed_forward(module: nn.Module, input_ids: Tensor, positions: Tensor, keep: Tensor, step: StepContext) -> Tensor:
-    more = {"position_ids": positions[None], "logits_to_keep": keep, "step": step}
+def packed_forward(
+    module: nn.Module, input_ids: Tensor, positions: Tensor, logit_positions: Tensor, step: StepContext
+) -> Tensor:
+    more = {"position_ids": positions[None], "logits_to_keep": logit_positions, "step": step}
     taken = taken_arguments(type(module).forward)
     step.positions = positions
     with computing(step):
@@ -274,4 +276,4 @@ def packed_forward(module: nn.Module, input_ids: Tensor, positions: Tensor, keep
             use_cache=False,
             **{name: value for name, value in more.items() if taken is None or name in taken},
         ).logits[0]
-    return logits if len(logits) == len(keep) else logits[keep]
+    return logits if len(logits) == len(logit_positions) else logits[logit_positions]

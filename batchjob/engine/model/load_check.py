@@ -194,9 +194,9 @@ def packed_logits(
         if has_device_lens:
             meta.device_lens = DeviceLens.of(meta.query_lens, meta.kv_lens, rows, device)
         ids = torch.cat([tokens[row][start:stop] for row, start, stop in pieces])
-        keep = torch.arange(len(ids), device=device)
+        logit_positions = torch.arange(len(ids), device=device)
         where = torch.cat(positions) + first_position
-        logits = forward(module, ids, where, keep, StepContext(meta, cache, backend))
+        logits = forward(module, ids, where, logit_positions, StepContext(meta, cache, backend))
         for row, part in zip(rows, logits.split(meta.query_lens), strict=True):
             parts[row].append(part)
     return [torch.cat(of_row) for of_row in parts]

@@ -1,8 +1,8 @@
-"""`BrokenBlocks`: which KV blocks hold a token whose numbers were not finite.
+"""`NonfiniteBlocks`: which KV blocks hold a token whose numbers were not finite.
 
-Such keys and values are stored as zero, because masked places are read too. What comes after them would look right and
-be wrong: a row is an error as soon as it reads one, whether it computed the block itself, in whatever parts, or found
-it in the prefix cache. Only prompts need watching; a token that decodes is seen to be broken by its own logits.
+Such keys and values are stored as zero, because masked places are read too. The tokens after them would look right and
+be wrong: a row is an error as soon as it reads such a block, whether it computed the block itself, in one part or
+several, or found it in the prefix cache. Only prompts are checked; a token that decodes shows it by its own logits.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from torch import Tensor
 from batchjob.engine.kv_cache import KVCache
 
 
-class BrokenBlocks:
+class NonfiniteBlocks:
     """Flags on the device; nothing here waits for it."""
 
     def __init__(self, cache: KVCache) -> None:
         self._block_size = cache.block_size
         self._flags = torch.zeros(cache.num_blocks + 1, dtype=torch.int32, device=cache.layers[0].device)
 
-    def begin(self, slots: Tensor) -> None:
-        """Tokens go to these slots, int64 [n]: a block that gets its first one is a new one."""
+    def begin(self, slot_mapping: Tensor) -> None:
+        """Tokens go to these places, int64 [n]: a block that gets its first one is a new one."""
         size = self._block_size
-        self._flags.scatter_reduce_(0, slots // size, (slots % size != 0).int(), "amin")
+        self._flags.scatter_reduce_(0, slot_mapping // size, (slot_mapping % size != 0).int(), "amin")
 
-    def note(self, slots: Tensor, broken: Tensor) -> None:
-        """Which of these tokens are broken, bool [n]."""
-        self._flags.scatter_reduce_(0, slots // self._block_size, broken.int(), "amax")
+    def note(self, slot_mapping: Tensor, nonfinite: Tensor) -> None:
+        """Flags the blocks of those tokens that are not finite, bool [n]."""
+        self._flags.scatter_reduce_(0, slot_mapping // self._block_size, nonfinite.int(), "amax")
 
     def read_by(self, block_table: Tensor, kv_lens: Tensor) -> Tensor:
         """Whether sequences with these blocks, int [n, max_blocks], and lengths, int [n], read any; bool [n]."""

@@ -18,7 +18,7 @@ from batchjob.engine.model.load import Forward
 from batchjob.engine.steps.decode_batch import DecodeBatch
 from batchjob.engine.steps.graphs import DecodeGraphs
 from batchjob.engine.steps.inputs import StepInputs, StepTensors
-from batchjob.engine.steps.nonfinite import BrokenBlocks
+from batchjob.engine.steps.nonfinite import NonfiniteBlocks
 from batchjob.engine.steps.state import DeviceState
 from batchjob_kernels import AttnMeta, DeviceLens
 
@@ -53,7 +53,7 @@ class Steps:
         self._draw = draw
         self._deterministic = deterministic
         self._state = DeviceState(cache, max_num_seqs=max_num_seqs, max_blocks_per_seq=max_blocks_per_seq)
-        self._nonfinite = BrokenBlocks(cache)
+        self._nonfinite = NonfiniteBlocks(cache)
         self._batch: DecodeBatch | None = None  # of the last decode step without a graph
         self.graphs = DecodeGraphs(self._make_batch, self._run_batch, max_num_seqs) if use_graphs else None
 
@@ -129,11 +129,11 @@ class Steps:
         ids.index_copy_(0, decode_at, state.last_tokens[token_slots[decode_at]])
         slot_mapping = state.slot_mapping(token_slots, positions)
         context = self._context(self._meta(inputs, slots, sent.kv_lens, sent.query_starts, slot_mapping))
-        context.watches = True
+        context.check_finite = True
         logits = self._forward(ids, positions, sent.logit_positions.long(), context)
         self._nonfinite.begin(slot_mapping)
-        assert context.broken is not None
-        self._nonfinite.note(slot_mapping, context.broken)
+        assert context.nonfinite is not None
+        self._nonfinite.note(slot_mapping, context.nonfinite)
         return logits
 
     # -- both

@@ -12,7 +12,7 @@ from families import FAMILIES, build
 from batchjob.engine import Engine, EngineConfig
 from batchjob.engine.kv_cache import KVCache, LayerShape
 from batchjob.engine.runner import TorchRunner
-from batchjob.engine.steps.nonfinite import BrokenBlocks
+from batchjob.engine.steps.nonfinite import NonfiniteBlocks
 from batchjob.records import Completion, Request
 from batchjob.sampling import SamplingParams
 
@@ -93,7 +93,7 @@ def test_blocks_are_clean_for_their_next_owners(settings: dict[str, Any], model_
 
 def test_flags_follow_blocks() -> None:
     cache = KVCache([LayerShape(1, 8)], num_blocks=5, block_size=SIZE, dtype=torch.float32, device=CPU)
-    blocks = BrokenBlocks(cache)
+    blocks = NonfiniteBlocks(cache)
     table = torch.tensor([[0, 1, 2], [3, 4, 5]])
 
     def write(slots: list[int], broken: list[bool]) -> None:
