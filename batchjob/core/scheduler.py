@@ -10,7 +10,7 @@ a preemption and decode are all that one subtraction (after vLLM's scheduler, V1
 
 Steps run in the order in which they were scheduled. So the next one may be scheduled while one is in flight: blocks
 that are written by then may be shared, and blocks given back may be given out, before it has run. Only the values of
-its tokens are unknown; a sequence that they end has been scheduled once more in vain.
+its tokens are unknown; the last step of a sequence that they end is discarded.
 """
 
 from __future__ import annotations

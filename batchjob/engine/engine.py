@@ -24,7 +24,7 @@ from batchjob.tasks import Detokenizer, Generate, Task
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What an engine has done so far."""
+    """Counters of the work that an engine has done so far."""
 
     num_steps: int
     num_batched_tokens: int  # tokens run through the model, prompt and output
@@ -97,9 +97,9 @@ class Engine:
         return self._in_flight is not None or self._scheduler.num_running > 0 or self._scheduler.num_waiting > 0
 
     def drop_waiting(self) -> list[Request]:
-        """Takes out whatever does not run now, preempted rows included, and returns it. Running rows go on.
+        """Takes out and returns the rows that do not run now, preempted ones included. Running rows go on.
 
-        A request that has made tokens comes back with them, so that it goes on behind them when it is added again.
+        A request with generated tokens comes back with them, and continues after them when it is added again.
         """
         return self._dropped(self._scheduler.drop_waiting())
 

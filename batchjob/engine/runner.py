@@ -54,7 +54,7 @@ class TokenHandle:
             self._event.record()
 
     def is_ready(self) -> bool:
-        """Whether `result` returns at once."""
+        """True where `result` returns at once."""
         return self._event is None or self._event.query()
 
     def result(self) -> StepOutput:

@@ -1,4 +1,4 @@
-"""Requests that were taken out in the middle and go on behind the tokens that they had made."""
+"""Requests that were taken out in the middle and continue after the tokens that they had generated."""
 
 from __future__ import annotations
 

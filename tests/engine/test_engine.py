@@ -267,7 +267,7 @@ class TestLengths:
         errors = {row: done[row].error.type for row in done if done[row].error}  # type: ignore[union-attr]
         assert errors == {1: "kv_cache_too_small", 3: "kv_cache_too_small", 6: "kv_cache_too_small"}
         assert [len(done[row].token_ids) for row in (0, 2, 4, 5, 7)] == [8, 8, 8, 1, 8]
-        assert len(done[3].token_ids) == 193 - 150  # what it made before it was ended
+        assert len(done[3].token_ids) == 193 - 150  # generated before it was ended
         for row in errors:
             message = done[row].error.message  # type: ignore[union-attr]
             assert "13 KV blocks" in message or "15 KV blocks" in message

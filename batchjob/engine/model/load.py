@@ -56,7 +56,8 @@ class LoadedModel:
     unknown_ids: Tensor | None = None  # int64; ids that stand for no token, which are never to be drawn
 
     def forward(self, input_ids: Tensor, positions: Tensor, logit_positions: Tensor, step: StepContext) -> Tensor:
-        """`input_ids` and `positions` int64 [num_tokens] -> logits [len(logit_positions), vocab_size] of the rows `logit_positions`.
+        """`input_ids` and `positions` int64 [num_tokens] -> the logits [n, vocab_size] after the tokens
+        `logit_positions`, int64 [n].
 
         The logits of `unknown_ids` are -inf."""
         logits = packed_forward(self.module, input_ids, positions, logit_positions, step)

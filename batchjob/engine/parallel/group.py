@@ -88,8 +88,8 @@ class Group:
         return tensor.tolist()
 
     def shared(self, draw: Draw) -> Draw:
-        """What each rank draws with: rank 0 with `draw`, whose tokens the others take, in the order of the device's
-        work."""
+        """Returns the draw of this rank. Rank 0 draws with `draw`, and the others take its tokens, in the order of the
+        device's work."""
         return self._take if self.rank else partial(self._share, draw)
 
     def _share(

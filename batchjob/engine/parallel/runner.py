@@ -33,8 +33,8 @@ from batchjob.engine.steps.inputs import StepInputs
 from batchjob.errors import BatchJobError, EngineError, UnsupportedModelError
 
 FOLLOWER = (sys.executable, "-m", "batchjob.engine.parallel.follower")
-_LAST_WORDS = 2.0  # seconds in which a follower whose end made a step fail here is heard
-_GOODBYE = 5.0  # seconds for a follower to end by itself
+_REPORT_TIMEOUT = 2.0  # seconds to wait for the report of a follower whose end made a step fail here
+_EXIT_TIMEOUT = 5.0  # seconds for a follower to end by itself
 _POLL = 50e-6  # seconds between two looks at a step on a GPU
 
 
@@ -103,8 +103,9 @@ class Followers:
             raise self._failure
 
     def explain(self, error: Exception) -> Exception:
-        """What made a step or a load fail here, if it was not this process: a group that breaks says little."""
-        if self._failed.wait(_LAST_WORDS) and not (
+        """Returns the error of the follower that made a step or a load fail here, if one did: a group that breaks says
+        little."""
+        if self._failed.wait(_REPORT_TIMEOUT) and not (
             isinstance(error, BatchJobError) and str(error) in str(self._failure)
         ):
             return self._failure
@@ -119,7 +120,7 @@ class Followers:
             _pipe(process.stdin).close()
         for process in self._processes:
             try:
-                process.wait(0 if self._failed.is_set() else _GOODBYE)
+                process.wait(0 if self._failed.is_set() else _EXIT_TIMEOUT)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -54,7 +54,7 @@ def draw(work: Tensor, settings: Tensor, num_output_tokens: Tensor, needs: Need,
 
 
 def is_random(settings: Tensor) -> Tensor:
-    """Which rows have a temperature, bool [n]."""
+    """Returns which rows have a temperature, bool [n]."""
     return settings.view(torch.float32)[:, layout.TEMPERATURE] > 0
 
 
@@ -95,7 +95,7 @@ def first_largest(logits: Tensor) -> Tensor:
 
 
 def ended(tokens: Tensor, settings: Tensor, stops: Tensor, num_output_tokens: Tensor) -> Tensor:
-    """Whether tokens [n], each after `num_output_tokens` others, end their rows; bool [n]."""
+    """Returns which tokens [n], each after `num_output_tokens` others, end their rows; bool [n]."""
     num_output = num_output_tokens + 1
     stopped = (tokens[:, None] == stops).any(dim=1) & (num_output >= settings[:, layout.MIN_TOKENS])
     return stopped | (num_output >= settings[:, layout.MAX_OUTPUT]) | (tokens < 0)

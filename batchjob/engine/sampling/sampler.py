@@ -139,10 +139,10 @@ class Sampler:
 
     @torch.inference_mode()
     def ended(self, tokens: Tensor, slots: Tensor, num_output_tokens: Tensor) -> Tensor:
-        """Whether the tokens [n] that `sample` has just drawn end their rows; bool [n].
+        """Returns which of the tokens [n] that `sample` has just drawn end their rows; bool [n].
 
-        By an end token (unless `ignore_eos`) or stop token once `min_tokens` are out, by length, or as -1.
-        `num_output_tokens` is what `sample` got. Stop strings are the host's concern.
+        A row ends by an end token (unless `ignore_eos`) or stop token once `min_tokens` are out, by length, or by -1.
+        `num_output_tokens` is the argument that `sample` got. Stop strings are the host's concern.
         """
         tables = self._tables
         if self._ops is not None:

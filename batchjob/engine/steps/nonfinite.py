@@ -30,6 +30,6 @@ class NonfiniteBlocks:
         self._flags.scatter_reduce_(0, slot_mapping // self._block_size, nonfinite.int(), "amax")
 
     def read_by(self, block_table: Tensor, kv_lens: Tensor) -> Tensor:
-        """Whether sequences with these blocks, int [n, max_blocks], and lengths, int [n], read any; bool [n]."""
+        """Returns which sequences read a flagged block, bool [n], by their blocks [n, max_blocks] and lengths [n]."""
         columns = torch.arange(block_table.shape[1], device=block_table.device) * self._block_size
         return ((self._flags[block_table] > 0) & (columns < kv_lens[:, None])).any(dim=1)

@@ -50,12 +50,12 @@ class DeviceState:
         return self.block_table[:, : -(-num_tokens // self.block_size)][slots]
 
     def slot_mapping(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Where in the cache the keys and values of tokens go: `slots` and `positions` int64 [n] -> int64 [n]."""
+        """The places of tokens in the cache: `slots` and `positions` int64 [n] -> int64 [n]."""
         blocks = self.block_table[slots, positions // self.block_size]
         return blocks.long() * self.block_size + positions % self.block_size
 
     def num_output_tokens(self, slots: Tensor, kv_lens: Tensor) -> Tensor:
-        """How many of these tokens are output, int32 [n]."""
+        """The number of output tokens among `kv_lens` tokens, int32 [n]."""
         return kv_lens - self.prompt_lens[slots]
 
     def advance(self, slots: Tensor, tokens: Tensor, kv_lens: Tensor) -> None:

@@ -172,7 +172,7 @@ def test_a_process_that_ends_before_all_have_joined_is_an_error(
 
 @pytest.mark.long
 def test_an_error_of_another_process_ends_the_step(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Out of memory there is out of memory here, and nobody tries again alone."""
+    """Out of memory there is out of memory here, and no process tries again alone."""
     change = """
 import torch
 def fail(self, inputs):

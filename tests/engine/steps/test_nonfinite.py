@@ -106,7 +106,7 @@ def test_flags_follow_blocks() -> None:
     write([0, 1, 2, 3, 4, 5], [False, False, False, False, True, False])
     assert read(4, 9) == [False, False]
     assert read(5, 9) == [True, False]
-    write([6, 7, 12], [False] * 3)  # the rest of block 1, and block 3 anew
+    write([6, 7, 12], [False] * 3)  # the rest of block 1, and block 3 again
     assert read(8, 1) == [True, False]
-    write([4, 5, 6], [False] * 3)  # block 1 anew
+    write([4, 5, 6], [False] * 3)  # block 1 again
     assert read(8, 1) == [False, False]
