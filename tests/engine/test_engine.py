@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from batchjob.core import StepPlan
-from batchjob.engine import Capacity, Engine, EngineConfig, FakeRunner
+from batchjob.engine import Capacity, Engine, EngineConfig, FakeRunner, StepOutput
 from batchjob.engine.fake import FakeHandle
 from batchjob.errors import EngineError, StorageError
 from batchjob.records import Completion, Request
@@ -64,7 +64,7 @@ class ScriptedRunner:
                 (self.answers[seq.request.row_index], stop - seq.num_prompt_tokens) for seq, _, stop in plan.sampled
             ]
             steps.append([answer[(position + step) % len(answer)] for answer, position in answers])
-        return FakeHandle(steps)
+        return FakeHandle(StepOutput(steps))
 
     def close(self) -> None:
         self.closed = True
