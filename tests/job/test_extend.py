@@ -328,7 +328,7 @@ def test_what_was_computed_from_a_changed_file_is_not_kept(
     stat = source.stat()
     source.write_text(old.replace("row 00500", "ROW 00500"))
     os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    monkeypatch.setattr("batchjob.job.extend._changes", lambda *given: None)  # as if it changed a moment later
+    monkeypatch.setattr("batchjob.job.extend._change_warning", lambda *given: None)  # as if it changed a moment later
     with pytest.raises(batchjob.errors.InputMissingError, match="rows 1 to 1,000"):
         batchjob.run(spec, echo=lambda line: None)
     assert not list((tmp_path / "out" / ".batchjob" / "wal").rglob("*.log"))
