@@ -170,6 +170,7 @@ def test_the_check_and_the_largest_step_give_a_backend_its_lengths_where_it_find
     model = prepare(build(*FAMILIES["llama"]))
     assert model is not None
     for name, has_device_lens in (("triton", True), ("gather", False)):
+        backend.USES_DEVICE_LENS = has_device_lens
         model.backend = Selection(name, backend, "for the test")
         logits = [
             packed_logits(model.module, model.shapes, backend, packed_forward, 4, has_device_lens=on_device)
