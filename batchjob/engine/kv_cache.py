@@ -27,8 +27,8 @@ class KVCache:
     (see batchjob_kernels.attention.meta).
 
     Zeroed once: what is masked is still read, and a NaN left in fresh memory would survive a multiplication by zero.
-    The last block, `null_block`, is nobody's: block tables are padded with it, and rows that only fill up a step write
-    to it.
+    The last block, `null_block`, belongs to no sequence: block tables are padded with it, and rows that only fill up a
+    step write to it.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ def choose_num_blocks(
     max_useful_blocks: int,
     num_processes: int = 1,
 ) -> int:
-    """How many blocks to allocate: what the user gave, else `available` bytes, else a share of the host's free memory;
-    never more than is useful. The host's memory is for `num_processes` that do the same.
+    """The number of blocks to allocate: what the user gave, else `available` bytes, else a share of the host's free
+    memory; never more than is useful. The host's memory is for `num_processes` that do the same.
 
     Raises EngineError when not even one block fits.
     """

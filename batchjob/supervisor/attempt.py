@@ -17,8 +17,8 @@ from batchjob.supervisor.worker_process import WorkerProcess
 from batchjob.supervisor.worker_state import Listener, WorkerState
 
 GRACE = 3.0  # seconds after a deadline before the worker is killed: SIGTERM means 15, and 20 must not be passed
-GRACE_WARNED = 30.0  # the same for an announced end, which leaves a minute: for a long step, the last tokens, a requeue
-GRACE_NOW = 2.0  # the same when everything is to end at once
+GRACE_WARNED = 30.0  # the same for an announced end, which leaves a minute: a long step, the last tokens, a requeue
+GRACE_NOW = 2.0  # the same when the job is to end at once
 END_WAIT = 10.0  # seconds that a worker may take to end after it has told how it ends
 _TICK = 1.0  # seconds at most between two looks around
 _SHORT_TICK = 0.02  # the same while a worker ends

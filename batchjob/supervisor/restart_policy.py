@@ -11,8 +11,8 @@ from batchjob.supervisor.suspects import NUM_PROOFS, Suspects
 
 MAX_FRUITLESS = 3  # attempts in a row that made no row durable and no group of suspects smaller
 MAX_BACKOFF = 6  # times that the engine's limits are halved
-MAX_POISONED = 100  # rows, after which it is not the rows
-MAX_DEVICE_ENDS = 2  # in a row, without a row
+MAX_POISONED = 100  # rows; with more it is not the rows
+MAX_DEVICE_ENDS = 2  # attempts in a row that a device ended before a row was finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class AttemptEnd:
     newest: tuple[int, ...] = ()  # those that entered with the last step that took any
     cleared: frozenset[int] = frozenset()  # suspects that it finished
     num_finished: int = 0  # rows that it finished
-    has_computed: bool = True  # at least one step came to its end
+    has_computed: bool = True  # at least one step ended
     signal: int | None = None  # that killed the worker
 
 

@@ -1,4 +1,4 @@
-"""Which rows may have brought the engine down, and in which order they are tried.
+"""`Suspects`: the rows that may have brought the engine down, in the order in which they are tried.
 
 When an engine dies, the rows in it are suspects. They run again apart from the rest, group by group, and a group in
 which the engine dies again is cut in two. A group that gets through costs no restart, so only guilty rows cost any: at
@@ -7,8 +7,8 @@ most the logarithm of the number of rows in the engine, and two for the proof th
 Each attempt with suspects begins with one row that is none, and groups that have just failed go behind the others. So
 rows get through between two deaths of one row, if the engine is all right; if none does, it may not be the row.
 
-Most poison works at once, in the step that takes the row in. So those that came last are the first group, and groups
-are let in one row at a time: then the last one is a single row, and a typical case takes four restarts.
+Most poison works at once, in the step that admits the row. So those that came last are the first group, and groups
+are admitted one row at a time: then the last one is a single row, and a typical case takes four restarts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Suspects:
 
     @property
     def num_doubtful(self) -> int:
-        """Poisoned rows since whose first accusation no other row got through: it may be the engine."""
+        """Number of poisoned rows since whose first accusation no other row got through: it may be the engine."""
         return len(self.poisoned.keys() - self._compared)
 
     def others_got_through(self) -> None:
@@ -69,7 +69,7 @@ class Suspects:
         return True
 
     def _split(self, accused: list[int], newest: Collection[int], how: str) -> list[list[int]]:
-        """At most half of the rows in any part, the likeliest part first."""
+        """Returns parts with at most half of the rows each, the likeliest part first."""
         if len(accused) == 1:
             return self._try_alone(accused[0], how)
         last = [row for row in accused if row in newest]

@@ -1,4 +1,4 @@
-"""Waiting for a worker and for signals at once."""
+"""`Wakeup`: a wait for workers and for signals at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Wakeup:
         os.close(self._write_fd)
 
     def wait(self, fds: Iterable[int], seconds: float) -> None:
-        """Until there is something to read from one of `fds`, a signal came, or the time is over."""
+        """Waits until there is something to read from one of `fds`, a signal comes, or the time is over."""
         ready, _, _ = select.select([*fds, self._read_fd], [], [], max(0.0, seconds))
         if self._read_fd in ready:
             with contextlib.suppress(BlockingIOError):

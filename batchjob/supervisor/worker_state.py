@@ -46,7 +46,7 @@ class WorkerState:
         self.newest: tuple[int, ...] = ()  # those that entered with the last step that took any
         self.cleared: set[int] = set()  # suspects that are finished
         self.num_finished = 0  # rows in the store
-        self.has_computed = False  # at least one step came to its end
+        self.has_computed = False  # at least one step ended
         self.prompt_tokens = self.output_tokens = 0
         self.num_failed = self.num_running = self.num_waiting = 0
         self.end: tuple[Kind, int, str] | None = None

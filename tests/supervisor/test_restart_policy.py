@@ -1,4 +1,4 @@
-"""What follows after an attempt that came down: restart, smaller limits, another machine, or the end."""
+"""After an attempt that came down: a restart, smaller limits, another machine, or the end."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ right, fake.FakeRunner.execute = fake.FakeRunner.execute, execute
 
 
 def test_kills_that_no_row_explains_halve_the_limits_too(start: Start, kit: Any, output: Path) -> None:
-    """What a machine without room does, where the kernel's counters are out of sight."""
+    """A machine without room kills like this, where the kernel's counters are out of sight."""
     patch = """
 import os, signal
 def execute(self, plan):

@@ -126,7 +126,7 @@ def test_a_hang_in_a_long_drain_is_noticed(start: Start, kit: Any, output: Path)
 
 
 def test_a_stopped_terminal_is_no_hang(start: Start, kit: Any, output: Path) -> None:
-    """Ctrl-Z stops them all, and when they go on, time has passed for which nobody is to blame."""
+    """Ctrl-Z stops them all, and when they go on, time has passed that is not the worker's."""
     run = start("--max-num-seqs", "4", "--stall-timeout", "1", step_seconds=0.01)
     run.wait_for_rows()
     pids = [run.process.pid, *run.children()]

@@ -55,7 +55,7 @@ class Engine:
 def attempt(
     engine: Engine, policy: RestartPolicy, rows: list[int], finished: set[int], failed: set[int]
 ) -> AttemptEnd | None:
-    """What a worker does with its hints."""
+    """Runs rows as a worker does with its hints."""
     orders = policy.hints()
     before = len(finished)
     accused = policy.suspects.rows

@@ -14,10 +14,6 @@ from typing import Any
 
 import pytest
 
-from batchjob.job.observer import Team
-from batchjob.spec import JobSpec
-from batchjob.supervisor.job_rows import JobRows
-
 Write = Callable[[Path, Iterable[Any]], Path]
 Start = Callable[..., Any]
 
@@ -76,7 +72,7 @@ def members(kit: Any, output: Path) -> list[int]:
 
 
 def pid_of(output: Path, member: int) -> int:
-    """Of the first worker of a member."""
+    """Process of the first worker of a member."""
     for path in (output / ".batchjob" / "attempts").glob("*.json"):
         record = json.loads(path.read_text())
         if record.get("team", {}).get("member") == member:
@@ -342,35 +338,3 @@ def test_without_a_supervisor_only_the_first_is_used(
     done = run_cli(*flags)
     assert "warning: one process runs on one device: cpu is used, not all of cpu:0, cpu:1" in done.stderr
     assert "done: 300 of 300 rows" in done.stderr
-
-
-# -- parts
-
-
-def test_rows_are_counted_once_whoever_says_so() -> None:
-    rows = JobRows(lambda index: index % 2 == 0)
-    assert not rows.is_complete
-    rows.share(60, 20)  # chunks 0, 2, 4 of 20 rows, the first of them in a part
-    rows.opened(2, 40, 20, 5)
-    rows.finished([45, 46])
-    rows.share(60, 27)  # of a worker that came later
-    assert (rows.rows_total, rows.rows_done, rows.rows_reused) == (60, 27, 25)
-    rows.opened(2, 40, 20, 7)  # taken up again after a restart
-    rows.opened(3, 60, 20, 0)  # of another shard
-    rows.finished([60, 47])
-    assert (rows.rows_total, rows.rows_done, rows.rows_reused) == (80, 29, 25)
-    rows.finished([*range(48, 60), *range(61, 80)])
-    rows.opened(4, 80, 20, 20)
-    assert (rows.rows_done, rows.rows_reused, rows.is_complete) == (80, 45, True)
-
-
-def test_what_a_member_had_claimed_is_kept_until_it_is_lost() -> None:
-    team = Team("a", 0, 3, JobSpec(num_shards=3, shard_id=1))
-    mate = {"team": {"name": "a", "member": 1}}
-    assert team.keeps(mate)
-    assert not team.keeps({"team": {"name": "a", "member": 0}}), "its own, of a worker before"
-    for other in (None, {}, {"team": None}, {"team": {"name": "b", "member": 1}}):
-        assert not team.keeps(other)
-    team.lost.add(1)
-    assert not team.keeps(mate)
-    assert [team.may_take(index) for index in range(4)] == [False, True, False, False]

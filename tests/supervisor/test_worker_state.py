@@ -1,14 +1,12 @@
-"""A worker as its messages tell of it, and the kernel's counters of kills for want of memory."""
+"""A worker as its messages tell of it."""
 
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchjob.supervisor.oom import num_memory_kills
 from batchjob.supervisor.protocol import Kind, end_line, rows_line
 from batchjob.supervisor.worker_state import WorkerState
 
@@ -48,17 +46,3 @@ def test_the_engine_has_computed_once_something_follows_its_first_rows() -> None
     assert not worker.has_computed
     worker.feed(b"+ 3\n")
     assert worker.has_computed
-
-
-def test_kills_by_the_kernel_are_counted_wherever_they_show(tmp_path: Path) -> None:
-    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
-    (proc / "self").mkdir(parents=True)
-    assert num_memory_kills(proc, cgroups) == 0
-    (proc / "vmstat").write_text("nr_free_pages 7\noom_kill 2\n")
-    assert num_memory_kills(proc, cgroups) == 2
-    (proc / "self" / "cgroup").write_text("4:cpu,memory:/job\n0::/job.scope\n")
-    files = {"memory/job/memory.oom_control": "under_oom 0\noom_kill 1\n", "job.scope/memory.events": "oom_kill 3\n"}
-    for path, text in files.items():
-        (cgroups / path).parent.mkdir(parents=True)
-        (cgroups / path).write_text(text)
-    assert num_memory_kills(proc, cgroups) == 6
