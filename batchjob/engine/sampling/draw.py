@@ -34,23 +34,46 @@ def padded(logits: Tensor) -> Tensor:
     return work
 
 
-def draw(work: Tensor, settings: Tensor, num_output_tokens: Tensor, needs: Need, *, may_wait: bool) -> Tensor:
-    """Draws a token for every row of `work`, what `padded` returns, and leaves the weights of the tokens there.
+class Race:
+    """The draw for some rows with a temperature. `run` takes them in their order, in parts of any size.
 
-    Tokens int64 [n], -1 where the best logit is not finite. `may_wait`: see `filter_weights`.
+    The random numbers of all rows are made at once: on a CPU they cost as much for ten rows as for one.
     """
-    temperature = settings.view(torch.float32)[:, layout.TEMPERATURE, None]
-    best = work.amax(dim=1)
-    work.sub_(best[:, None]).div_(torch.where(temperature > 0, temperature, 1)).exp_()
-    weights = work.view(len(work), work.shape[1] // GROUP, GROUP)
-    if needs & Need.FILTERED:
-        filter_weights(weights, settings, needs, may_wait=may_wait)
-    words = settings.long() & 0xFFFFFFFF
-    key, position = (words[:, layout.KEY_LOW], words[:, layout.KEY_HIGH]), num_output_tokens.long()
-    group = torch.argmax(weights.sum(dim=2).double() / group_noise(key, position, weights.shape[1]), dim=1)
-    chosen = weights.gather(1, group[:, None, None].expand(-1, 1, GROUP)).squeeze(1)
-    token = group * GROUP + torch.argmax(chosen.double() / token_noise(key, position, group), dim=1)
-    return torch.where(torch.isfinite(best), token, -1)
+
+    def __init__(self, settings: Tensor, num_output_tokens: Tensor, vocab_size: int) -> None:
+        """`settings` int32 [n, layout.WIDTH] and `num_output_tokens` [n] of the rows."""
+        words = settings.long() & 0xFFFFFFFF
+        self._settings = settings
+        self._key, self._position = (words[:, layout.KEY_LOW], words[:, layout.KEY_HIGH]), num_output_tokens.long()
+        self._noise = group_noise(self._key, self._position, -(-vocab_size // GROUP))
+        self._num_run = 0
+        self._best: list[Tensor] = []
+        self._groups: list[Tensor] = []
+        self._weights: list[Tensor] = []
+
+    def run(self, work: Tensor, needs: Need, *, may_wait: bool) -> None:
+        """Draws the groups of the next rows, whose logits are in `work` [rows, groups * GROUP] as `padded` returns
+        them; their weights replace them there. `may_wait`: see `filter_weights`."""
+        rows = slice(self._num_run, self._num_run + len(work))
+        self._num_run = rows.stop
+        settings = self._settings[rows]
+        temperature = settings.view(torch.float32)[:, layout.TEMPERATURE, None]
+        best = work.amax(dim=1)
+        work.sub_(best[:, None]).div_(torch.where(temperature > 0, temperature, 1)).exp_()
+        weights = work.view(len(work), work.shape[1] // GROUP, GROUP)
+        if needs & Need.FILTERED:
+            filter_weights(weights, settings, needs, may_wait=may_wait)
+        group = torch.argmax(weights.sum(dim=2).double() / self._noise[rows], dim=1)
+        self._best.append(best)
+        self._groups.append(group)
+        self._weights.append(weights.gather(1, group[:, None, None].expand(-1, 1, GROUP)).squeeze(1))
+
+    def tokens(self) -> Tensor:
+        """Draws the tokens within the groups; int64 [n], -1 where the best logit is not finite."""
+        group, weights = torch.cat(self._groups), torch.cat(self._weights)
+        noise = token_noise(self._key, self._position, group)
+        token = group * GROUP + torch.argmax(weights.double() / noise, dim=1)
+        return torch.where(torch.isfinite(torch.cat(self._best)), token, -1)
 
 
 def is_random(settings: Tensor) -> Tensor:

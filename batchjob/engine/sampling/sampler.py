@@ -8,6 +8,7 @@ kernels of `batchjob_kernels.sampling.triton`: equal settings and random numbers
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 
@@ -20,6 +21,9 @@ from batchjob.engine.sampling import draw, edits
 from batchjob.engine.sampling.slot_params import Need, SlotTables
 
 _CACHE_BYTES = 1 << 21  # rows worked on at once on a CPU: what stays in its cache is 5 times as fast
+
+
+Rows = slice | Tensor
 
 
 def penalty_bytes(vocab_size: int, max_num_seqs: int) -> int:
@@ -75,51 +79,62 @@ class Sampler:
         the device. A row with penalties has its token counted: if it goes on after a draw that was discarded, it must
         be new in `prepare` again.
         """
-        sample = self._sample_in_parts if self._may_wait else self._sample
-        tokens = sample(logits, slots, num_output_tokens, self.needs)
+        sample = self._sample if self._ops is None else partial(self._sample_by_kernels, self._ops)
+        tokens = sample(logits, slots, num_output_tokens)
         if self.needs & Need.PENALTIES:
             self._tables.count(tokens, slots)
         return tokens
 
-    def _sample_in_parts(self, logits: Tensor, slots: Tensor, num_output_tokens: Tensor, needs: Need) -> Tensor:
-        """On a CPU rows of equal needs go together, as many at once as its cache holds."""
-        tokens = torch.empty(len(logits), dtype=torch.int64)
-        by_row = self._tables.needs[slots.numpy()]
-        at_once = max(1, _CACHE_BYTES // (4 * self._vocab_size))
-        for kind in np.unique(by_row).tolist():
-            rows = np.flatnonzero(by_row == kind)
-            size = len(rows) if kind == Need.GREEDY else at_once
-            for start in range(0, len(rows), size):
-                part = _index(rows[start : start + size])
-                tokens[part] = self._sample(logits[part], slots[part], num_output_tokens[part], Need(kind))
+    def _sample(self, logits: Tensor, slots: Tensor, num_output_tokens: Tensor) -> Tensor:
+        """The form in plain PyTorch."""
+        settings = self._tables.settings[slots]
+        parts, drawn = self._parts(slots) if self._may_wait else ([(slice(None), self.needs)], slice(None))
+        race = None
+        if drawn is not None and self.needs & Need.RANDOM:
+            race = draw.Race(settings[drawn], num_output_tokens[drawn], self._vocab_size)
+        tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        for rows, needs in parts:
+            if needs == Need.GREEDY:
+                tokens[rows] = draw.first_largest(logits[rows])
+                continue
+            work = draw.padded(logits[rows])
+            edited = work[:, : self._vocab_size]
+            if needs & Need.PENALTIES:
+                self._penalise(edited, settings[rows], slots[rows])
+            self._edit(edited, settings[rows], slots[rows], num_output_tokens[rows], needs)
+            if needs & Need.GREEDY:
+                tokens[rows] = draw.first_largest(edited)
+            if race is not None and needs & Need.RANDOM:
+                race.run(work, needs, may_wait=self._may_wait)
+        if race is not None:
+            tokens[drawn] = torch.where(draw.is_random(settings[drawn]), race.tokens(), tokens[drawn])
         return tokens
 
-    def _sample(self, logits: Tensor, slots: Tensor, num_output_tokens: Tensor, needs: Need) -> Tensor:
-        if self._ops is not None:
-            return self._sample_by_kernels(self._ops, logits, slots, num_output_tokens, needs)
-        if needs == Need.GREEDY:
-            return draw.first_largest(logits)
-        settings = self._tables.settings[slots]
-        work = draw.padded(logits)
-        edited = work[:, : self._vocab_size]
-        if needs & Need.PENALTIES:
-            counts = self._tables.counts
-            assert counts is not None
-            if self._may_wait:
-                edits.penalise_seen(edited, settings, counts, slots)
-            else:
-                edits.penalise(edited, settings, counts[slots])
-        self._edit(edited, settings, slots, num_output_tokens, needs)
-        if not needs & Need.RANDOM:
-            return draw.first_largest(edited)
-        greedy = draw.first_largest(edited) if needs & Need.GREEDY else None
-        tokens = draw.draw(work, settings, num_output_tokens, needs, may_wait=self._may_wait)
-        return tokens if greedy is None else torch.where(draw.is_random(settings), tokens, greedy)
+    def _parts(self, slots: Tensor) -> tuple[list[tuple[Rows, Need]], Rows | None]:
+        """On a CPU, rows of equal needs go together, as many at once as its cache holds. Returns these parts, and all
+        rows with a temperature, in the order of their parts."""
+        by_row = self._tables.needs[slots.numpy()]
+        at_once = max(1, _CACHE_BYTES // (4 * self._vocab_size))
+        parts: list[tuple[Rows, Need]] = []
+        drawn: list[np.ndarray] = []
+        for kind in np.unique(by_row).tolist():
+            rows, needs = np.flatnonzero(by_row == kind), Need(kind)
+            size = len(rows) if needs == Need.GREEDY else at_once
+            parts += [(_index(rows[start : start + size]), needs) for start in range(0, len(rows), size)]
+            if needs & Need.RANDOM:
+                drawn.append(rows)
+        return parts, _index(np.concatenate(drawn)) if drawn else None
 
-    def _sample_by_kernels(
-        self, ops: ModuleType, logits: Tensor, slots: Tensor, num_output_tokens: Tensor, needs: Need
-    ) -> Tensor:
-        settings = self._tables.settings
+    def _penalise(self, logits: Tensor, settings: Tensor, slots: Tensor) -> None:
+        counts = self._tables.counts
+        assert counts is not None
+        if self._may_wait:
+            edits.penalise_seen(logits, settings, counts, slots)
+        else:
+            edits.penalise(logits, settings, counts[slots])
+
+    def _sample_by_kernels(self, ops: ModuleType, logits: Tensor, slots: Tensor, num_output_tokens: Tensor) -> Tensor:
+        settings, needs = self._tables.settings, self.needs
         if needs & Need.EDITED:
             if needs & Need.PENALTIES:
                 logits = ops.penalise(logits, settings, self._tables.counts, slots)
@@ -150,7 +165,9 @@ class Sampler:
         return draw.ended(tokens, tables.settings[slots], tables.stops[slots], num_output_tokens)
 
 
-def _index(rows: np.ndarray) -> slice | Tensor:
-    """A slice, and with it no copy, where the rows are neighbours."""
-    first, last = int(rows[0]), int(rows[-1])
-    return slice(first, last + 1) if last - first + 1 == len(rows) else torch.from_numpy(rows)
+def _index(rows: np.ndarray) -> Rows:
+    """A slice, and with it no copy, where the rows are neighbours in order."""
+    first = int(rows[0])
+    if np.array_equal(rows, np.arange(first, first + len(rows))):
+        return slice(first, first + len(rows))
+    return torch.from_numpy(rows)

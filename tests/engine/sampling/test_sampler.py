@@ -291,7 +291,8 @@ def test_weights_are_bitwise_equal_wherever_a_row_stands(may_wait: bool) -> None
     def weights(rows: list[int]) -> Tensor:
         work = draw.padded(logits[rows])
         position = torch.zeros(len(rows), dtype=torch.int32)
-        draw.draw(work, sampler._tables.settings[rows], position, sampler.needs, may_wait=may_wait)
+        race = draw.Race(sampler._tables.settings[rows], position, vocab_size)
+        race.run(work, sampler.needs, may_wait=may_wait)
         return work
 
     together = weights(list(range(9)))
