@@ -13,8 +13,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 demo: $(VENV)/.demo
 	$(BIN)/python jobs/demo.py
 
+# Two processes, for two cores; a test that is slow alone is shown at the end.
 test: $(VENV)/.test
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist worksteal --durations 20
 
 test-long: $(VENV)/.test
 	$(BIN)/pytest -m long --timeout 3600
