@@ -21,11 +21,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+ROOT = Path(__file__).resolve().parent.parent
+STUBS = str(ROOT / "tests" / "stubs")  # for child processes only, also of a pytest that is itself a child
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STUBS, os.environ.get("PYTHONPATH")]))
+sys.path[:] = [path for path in sys.path if path != STUBS]
+
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
-
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))  # modules that more than one room's tests use
 
 

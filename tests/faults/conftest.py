@@ -39,7 +39,7 @@ class Fire:
 
     @staticmethod
     def environment(**more: str) -> dict[str, str]:
-        path = os.pathsep.join([str(HOOKS), str(ROOT), str(ROOT / "kernels")])
+        path = os.pathsep.join([str(HOOKS), str(ROOT), str(ROOT / "kernels"), os.environ["PYTHONPATH"]])
         return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
 
     def start(self, *more: str, step: float = 0.0, **options: Any) -> subprocess.Popen[str]:
