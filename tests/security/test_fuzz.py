@@ -22,6 +22,7 @@ from batchjob.inputs.streams import iter_lines
 from batchjob.records import ROW_ERROR_TYPES, Completion, RowError
 from batchjob.spec import JobSpec
 from batchjob.store import wal
+from batchjob.store.columns import OutputColumns
 
 json_values: Any = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -77,10 +78,9 @@ def test_lines_of_any_bytes(tmp_path: Path, data: bytes, compression: str, limit
 
 
 def log_of(number: int) -> bytes:
-    return b"".join(
-        wal.frame(wal.encode_record(Completion(i, 0, 3, [i], f"text {i} é", "stop"), 1, with_token_ids=True))
-        for i in range(number)
-    )
+    columns = OutputColumns(["output_token_ids"])
+    samples = [Completion(i, 0, 3, [i], f"text {i} é", "stop") for i in range(number)]
+    return b"".join(wal.frame(columns.encode(sample, 1)) for sample in samples)
 
 
 @given(
